@@ -12,7 +12,7 @@ from prefrl.options.generation_rules import cuts_of, unscored
 from prefrl.options.optimizers import decay_rule, optimizer_of
 from prefrl.options.policy import IN_REWARD
 from prefrl.options.schedule import takes_warmup
-from prefrl.options.server_rules import wrong_url
+from prefrl.options.server_rules import wrong_urls
 
 
 def scales_by_batch(o: Any) -> bool:
@@ -337,8 +337,8 @@ DISTILLATION_RULES = (
         example("distillation", router_replay="R2", num_iterations=2),
     ),
     when(
-        lambda o: wrong_url(o.teacher_urls),
-        "teacher_server_base_url={found!r}: must be like http://host:8000",
+        lambda o: wrong_urls(o.teacher_urls),
+        "teacher_server_base_url={found[0]!r}: must be like http://host:8000, without a path or user name.",
         example("distillation", teacher_server_base_url=["ftp://host"]),
     ),
     when(

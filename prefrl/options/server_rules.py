@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,26 +13,36 @@ from prefrl.options.generation_rules import guides_of, unscored
 
 # How `vllm_server_base_url` and `admin_urls` begin if they say where servers are found, instead of listing them.
 FOLDER, DNS = "dir:", "dns:"
+_DNS_PLACE = re.compile(rf"{DNS}[\w.-]+:([0-9]{{1,5}})")
 PLACES = (
     "must be like http://host:8000; or, alone in its list, a folder like dir:/shared/fleet or a DNS name like "
     "dns:name:8000"
 )
 
 
-def wrong_url(urls: Sequence[str]) -> str | None:
-    """A URL without http or https, or without a host."""
-    parts = {url: urlsplit(url) for url in urls}
-    wrong = (url for url, part in parts.items() if part.scheme not in ("http", "https") or not part.hostname)
-    return next(wrong, None)
+def wrong_urls(urls: Sequence[str]) -> list[str]:
+    """Those that are not like http://host:8000, without a path or user name."""
+    return [url for url in urls if not _is_base_url(url)]
 
 
-def wrong_server(urls: Sequence[str]) -> str | None:
-    """What is neither a URL nor, alone in its list, a place where servers are found."""
-    if len(urls) > 1 or not urls[0].startswith((FOLDER, DNS)):
-        return wrong_url(urls)
-    name, _, port = urls[0].removeprefix(DNS).rpartition(":")
-    is_right = urls[0] != FOLDER if urls[0].startswith(FOLDER) else name and port.isdecimal() and 0 < int(port) < 2**16
-    return None if is_right else urls[0]
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        is_place = parts.scheme in ("http", "https") and parts.hostname and parts.path.strip("/") == ""
+        is_place = is_place and not (parts.query or parts.fragment or parts.username) and parts.port != 0
+        return bool(is_place and url.isprintable() and " " not in url)
+    except ValueError:  # for example, the port is not a number
+        return False
+
+
+def wrong_servers(urls: Sequence[str]) -> list[str]:
+    """Those that are neither URLs nor, alone in the list, a place where servers are found."""
+    if len(urls) == 1 and urls[0].startswith(FOLDER):
+        return [url for url in urls if url == FOLDER]
+    if len(urls) == 1 and urls[0].startswith(DNS):
+        match = _DNS_PLACE.fullmatch(urls[0])
+        return [] if match and 0 < int(match[1]) < 2**16 else [*urls]
+    return wrong_urls(urls)
 
 
 def are_local(urls: Sequence[str]) -> bool:
@@ -118,23 +129,33 @@ SERVER_RULES = (
         example("grpo", use_vllm=True, vllm_server_host=""),
     ),
     when(
-        lambda o: wrong_server(o.server_urls),
-        f"vllm_server_base_url={{found!r}}: {PLACES}.",
+        lambda o: o.vllm_server_base_url == [],
+        "vllm_server_base_url=[]: must have at least one URL. Leave it out for vllm_server_host and vllm_server_port.",
+        example("grpo", use_vllm=True, vllm_server_base_url=[]),
+    ),
+    when(
+        lambda o: o.vllm_params.admin_urls == [],
+        "vllm_kwargs: admin_urls=[]: must have at least one URL. Without a router, leave it out.",
+        example("grpo", use_vllm=True, vllm_kwargs={"admin_urls": []}),
+    ),
+    when(
+        lambda o: wrong_servers(o.server_urls),
+        f"vllm_server_base_url={{found[0]!r}}: {PLACES}.",
         example("grpo", use_vllm=True, vllm_server_base_url=["ftp://host"]),
     ),
     when(
-        lambda o: wrong_server(o.engine_urls),
-        f"vllm_kwargs: admin_urls={{found!r}}: {PLACES}.",
+        lambda o: o.vllm_params.admin_urls and wrong_servers(o.engine_urls),
+        f"vllm_kwargs: admin_urls={{found[0]!r}}: {PLACES}.",
         example("grpo", use_vllm=True, vllm_kwargs={"admin_urls": ["dns:engines"]}),
     ),
     when(
-        lambda o: o.vllm_params.admin_urls and (len(o.server_urls) > 1 or wrong_url(o.server_urls)),
+        lambda o: o.vllm_params.admin_urls and (len(o.server_urls) > 1 or wrong_urls(o.server_urls)),
         "vllm_server_base_url={server_urls} with admin_urls in vllm_kwargs: must be the URL of the router that gets "
         "the requests. Without a router, remove admin_urls.",
         example("grpo", use_vllm=True, vllm_server_base_url=["dir:/a"], vllm_kwargs={"admin_urls": ["http://b:1"]}),
     ),
     when(
-        lambda o: wrong_url(o.engine_urls) is None and (o.min_servers or 0) > len(o.engine_urls),
+        lambda o: not wrong_urls(o.engine_urls) and (o.min_servers or 0) > len(o.engine_urls),
         "vllm_kwargs: min_servers={vllm_params.min_servers}: must be at most {number}, the number of servers "
         "({hosts}). For servers that come and go, set vllm_server_base_url to dir:/shared/fleet or dns:name:8000.",
         example("grpo", use_vllm=True, vllm_kwargs={"min_servers": 2}),
@@ -165,6 +186,12 @@ SERVER_RULES = (
         "vllm_kwargs to a folder that they can also access, or use 'nccl' or 'gloo'.",
         example("grpo", use_vllm=True, weight_sync="shm", vllm_server_host="node5"),
         hosts=lambda o: ", ".join(o.engine_urls),
+    ),
+    when(
+        lambda o: o.vllm_params.sync_folder == "",
+        "vllm_kwargs: sync_folder='': must be a folder, or with delta_over='store' also a URL of fsspec. Leave it out "
+        "for the default.",
+        example("grpo", use_vllm=True, weight_sync="shm", vllm_kwargs={"sync_folder": ""}),
     ),
     when(
         lambda o: _carrier(o) != "store" and "://" in (o.vllm_params.sync_folder or ""),

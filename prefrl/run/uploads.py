@@ -96,17 +96,17 @@ class Place:
         if self._read(f"{target}/{MANIFEST}") == seal:
             return
         if self.run() != manifest.run:
-            self._files.makedirs(self._path, exist_ok=True)
+            self._make(self._path)
             self._files.pipe_file(f"{self._path}/{_RUN}", manifest.run.encode())
         if self._read(f"{target}/{_STARTED}") != seal:
             if self._files.exists(target):
                 self._files.rm(target, recursive=True)
-            self._files.makedirs(target, exist_ok=True)
+            self._make(target)
             self._files.pipe_file(f"{target}/{_STARTED}", seal)
         written = self._sizes(target)
         for file, expected in manifest.files.items():
             if written.get(file) != expected.size:
-                self._files.makedirs(f"{target}/{file}".rpartition("/")[0], exist_ok=True)
+                self._make(f"{target}/{file}".rpartition("/")[0])
                 self._files.put_file(str(folder / file), f"{target}/{file}")
         self._files.pipe_file(f"{target}/{MANIFEST}", seal)
         self._files.rm_file(f"{target}/{_STARTED}")
@@ -164,6 +164,11 @@ class Place:
             shutil.rmtree(staged.parent, ignore_errors=True)
             raise
         return move_in_place(run_folder, staged)
+
+    def _make(self, folder: str) -> None:
+        """Make a folder, but no bucket, which may have a wrong name; then writing into it fails."""
+        if self._files.exists(folder.partition("/")[0] or "/"):
+            self._files.makedirs(folder, exist_ok=True)
 
     def _read(self, path: str) -> bytes | None:
         try:

@@ -28,7 +28,10 @@ PYTHON = """#!/bin/bash
 until [[ $1 == launch || $1 == vllm-serve ]]; do shift; done
 exec "$(dirname "$0")/prefrl" "$@"
 """
-CLUSTER = ("--nodes", "4", "--server_nodes", "2", "--vllm_args", "--max_model_len 4096", "--run_name", "a\nexit: 1")
+# A comment of YAML also ends at some of these characters, and must not have others.
+NAME = "a\nexit: 1\rexit: 2\x85exit: 3\u2028exit: 4\x1b"
+CLUSTER = ("--nodes", "4", "--server_nodes", "2", "--vllm_args", "--max_model_len 4096", "--run_name", NAME)
+CLUSTER += ("--vllm_kwargs", '{"min_servers": 2}')
 
 
 def written(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> Path:
@@ -127,10 +130,11 @@ JOBSET = {
 
 
 def test_folders_with_spaces_stand_in_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "my runs"
+    folder = tmp_path / "my %j runs"
     folder.mkdir()
     text = written(folder, monkeypatch, "--write", "slurm").read_text(encoding="utf-8")
-    assert f"#SBATCH --chdir='{folder}'\n#SBATCH --output='{folder}/runs/My_run/slurm-%j.log'\n" in text
+    log = tmp_path / "my %%j runs/runs/My_run/slurm-%j.log"
+    assert f"#SBATCH --chdir='{folder}'\n#SBATCH --output='{log}'\n" in text
 
 
 def fits(value: Any, schema: Any) -> bool:
@@ -189,6 +193,14 @@ def test_a_written_jobset_has_the_fields_of_one_and_starts_the_same(
             "vllm_server_port=81: with server_nodes, the run samples on the servers of these nodes.",
         ),
         (["--write", "slurm", "--server_nodes", "1", "--vllm_args", "'--uds x'"], "vLLM's --uds cannot be given here"),
+        (
+            ["--write", "slurm", "--server_nodes", "1", "--use_vllm", "false"],
+            "use_vllm=False: with server_nodes, the run samples on the servers of these nodes.",
+        ),
+        (["--write", "k8s", "--image", "", "--volume", "v"], "image: not given. Kubernetes needs it"),
+        (["--write", "slurm", "--output_dir", "run.yaml"], "run.yaml': File exists. Name a folder in which files can"),
+        (["--write", "slurm", "--output_dir", "a\nb"], "a\\nb': has a line break or the like, which no"),
+        (["--write", "slurm", "--dry_run"], "dry_run=True: write='slurm' starts nothing, and writes files."),
         (["--write", "slurm", "--hub_token", "hf_abc"], "hub_token: is a secret, and would be written into a file."),
         (["--write", "slurm", "--accelerate_config", "zero9"], "accelerate_config='zero9': is neither a file nor"),
     ],

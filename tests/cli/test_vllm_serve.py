@@ -337,5 +337,8 @@ def test_a_port_in_use_and_an_address_of_others_are_refused(
     (tmp_path / "file").touch()
     assert main(["vllm-serve", "--model", "m", "--port", free, "--join", str(tmp_path / "file")]) == 2
     assert f"join='{tmp_path}/file': File exists. Name a folder in which" in capsys.readouterr().err
+    for join in ("", "dir:/shared/fleet", "s3://bucket/fleet"):
+        assert main(["vllm-serve", "--model", "m", "--port", free, "--join", join]) == 2
+        assert f"join={join!r}: must be a folder, such as /shared/fleet" in capsys.readouterr().err
     assert main(["vllm-serve", "--model", "m", "--host", "192.0.2.99"]) == 2
     assert "host='192.0.2.99', port=8000: cannot listen there" in capsys.readouterr().err

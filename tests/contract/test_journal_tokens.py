@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from prefrl.errors import CheckpointError
 from tests.contract.cases import assert_same_weights, dataset_of, make_trainer, model_of, weights_of
 
 OPTIONS: dict[str, Any] = {"max_steps": 4, "num_iterations": 2, "beta": 0.1, "journal_tokens": True}
@@ -71,6 +72,27 @@ def test_updates_and_journal_are_the_same_without_it_and_after_a_resume(tmp_path
     assert_same_weights(resumed, runs["with"])
     assert rows_of(tmp_path / "with", 3) == before
     assert not left.exists()
+
+
+def test_a_full_disk_ends_the_run_and_what_others_put_into_the_folder_is_left_alone(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "run" / "completions" / "tokens_00001.part"
+    in_the_way.mkdir(parents=True)
+    other = in_the_way.with_name("tokens_of_mine.parquet")
+    other.write_bytes(b"mine")
+    options = {**OPTIONS, "save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(
+        CheckpointError, match=r"values of tokens cannot be written to .*/completions: .*Free space, or"
+    ):
+        make_trainer("grpo", tmp_path / "run", **options).train()
+    in_the_way.rmdir()
+    resumed, whole = make_trainer("grpo", tmp_path / "run", **options), make_trainer("grpo", tmp_path / "2", **options)
+    resumed.train(resume_from_checkpoint=True)
+    whole.train()
+    assert_same_weights(resumed, whole)
+    assert [rows_of(tmp_path / "run", step) for step in range(4)] == [
+        rows_of(tmp_path / "2", step) for step in range(4)
+    ]
+    assert other.read_bytes() == b"mine"
 
 
 def test_no_pass_is_added(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ class ElasticFleet(Fleet):
     def _send_to_all(self, weights: WeightSource) -> list[str]:
         """Send the weights to those that lack them; returns those that have them now."""
         failure: WeightSyncError | None = None
+        lacking: dict[str, ServerInfo] = {}
         for _ in range(_SENDS):
             versions = self._look()
             lacking = {url: self.infos[url] for url, version in versions.items() if version != self.version}
@@ -119,6 +120,13 @@ class ElasticFleet(Fleet):
                 self.stats.bytes_sent += self._weight_sync.bytes_sent
         versions = self._look()
         have = [url for url, version in versions.items() if version == self.version]
+        if failure is None:
+            self._reasons += [
+                f"{url}: was sent the weights {self.version!r} and has {versions[url]!r}. Check whether another "
+                "training run uses the same server."
+                for url in lacking
+                if versions.get(url, self.version) != self.version
+            ]
         if failure is None or len(have) == len(versions):
             return have
         if len(have) < self._min_servers and FRESH not in versions.values():

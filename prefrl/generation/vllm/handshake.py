@@ -14,6 +14,7 @@ from rich.text import Text
 from prefrl.errors import AbsentServerError, ConfigError, GenerationError, printable
 from prefrl.generation.server import INFO_PATH, ServerInfo, vocabulary_fingerprint
 from prefrl.http import HttpError, Refused
+from prefrl.options.server_rules import wrong_urls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -143,13 +144,7 @@ def check_server_url(url: str) -> str:
     Raises:
         ConfigError: `url` is not a base URL.
     """
-    try:
-        parts = urlsplit(url)
-        is_base = parts.scheme in ("http", "https") and parts.hostname and parts.path.strip("/") == ""
-        is_base = is_base and not (parts.query or parts.fragment or parts.username) and (parts.port or 80) > 0
-    except ValueError:  # for example, the port is not a number
-        is_base = False
-    if not is_base:
+    if wrong_urls([url]):
         raise ConfigError(f"vLLM server {url!r}: must look like http://127.0.0.1:8000, without a path or user name")
     return url.rstrip("/")
 

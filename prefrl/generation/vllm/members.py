@@ -5,10 +5,12 @@ Servers and trainers both import this: it must stay light.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import os
+import shlex
 import socket
 import stat
 import time
@@ -16,9 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
-from prefrl.errors import ConfigError
-from prefrl.options.server_rules import DNS, FOLDER, are_local, wrong_url
+from prefrl.errors import ConfigError, printable
+from prefrl.options.server_rules import DNS, FOLDER, are_local, wrong_urls
 
 RENEWED_SECONDS = 5.0  # between two signs of life
 ALIVE_SECONDS = 30.0  # after the last sign of life; also how far clocks of machines may differ
@@ -131,37 +134,43 @@ class Folder:
     @property
     def options(self) -> str:
         """See `Source`."""
-        return f"--join {self.path}"
+        return f"--join {shlex.quote(str(self.path))}"
 
     def __str__(self) -> str:
         return f"{FOLDER}{self.path}"
 
     def find(self) -> Found:
         """See `Source`."""
-        if not self.path.is_dir():
+        try:
+            names = sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
             return Found([], [f"there is no folder {self.path}"])
+        except OSError as error:  # a mounted folder whose machine is gone
+            return Found([], [f"the folder {self.path} cannot be read: {error.strerror}"])
         urls, left_out = set[str](), []
-        for path in sorted(self.path.glob("*.json")):
+        for name in names:
+            if not name.endswith(".json"):
+                continue
             try:
-                sign = _read(path, self.key)
-                urls.add(self._checked(sign))
+                urls.add(self._checked(_read(self.path / name, self.key)))
             except FileNotFoundError:  # it has just left
                 continue
             except (OSError, ValueError) as error:
-                left_out.append(f"{path.name}: {error}")
+                left_out.append(printable(f"{name}: {error}"))
         return Found(sorted(urls), left_out)
 
     def _checked(self, sign: _Sign) -> str:
         """The URL of a server that is alive, as far as its file tells."""
         age = self.clock() - sign.time
-        if abs(age) > ALIVE_SECONDS:
-            when = f"{age:.0f} s ago" if age > 0 else f"{-age:.0f} s from now, so the clocks of the machines differ"
+        if abs(age) > ALIVE_SECONDS:  # how old it is would be another message each time
+            limit = f"more than {ALIVE_SECONDS:g} s"
+            when = f"{limit} ago" if age > 0 else f"{limit} from now, so the clocks of the machines differ"
             raise ValueError(f"the last sign of life of {sign.url} is from {when}")
         if are_local([sign.url]) and sign.host != socket.gethostname():
             raise ValueError(
                 f"{sign.url} can only be reached on its own machine, {sign.host}. Start it with --host 0.0.0.0."
             )
-        if wrong_url([sign.url]):
+        if wrong_urls([sign.url]):
             raise ValueError(f"{sign.url!r} is not the URL of a server")
         return sign.url
 
@@ -180,7 +189,8 @@ class Registration:
     """
 
     def __init__(self, folder: Path, url: str, *, key: str, clock: Callable[[], float] = time.time) -> None:
-        self._path = folder / f"{socket.gethostname()}_{url.rpartition(':')[2]}.json"
+        # Machines may have one name, such as that of an image, and loopback is one address of many machines.
+        self._path = folder / f"{socket.gethostname()}_{urlsplit(url).netloc}.json"
         self._url, self._key, self._clock = url, key, clock
         self._renewed = -float("inf")
         draft = self._draft
@@ -205,7 +215,7 @@ class Registration:
             OSError: It is not possible to write there now.
         """
         now = self._clock()
-        if now - self._renewed < RENEWED_SECONDS:
+        if 0 <= now - self._renewed < RENEWED_SECONDS:  # below 0, the clock was set back
             return
         sign = _Sign(self._url, socket.gethostname(), os.getpid(), now)
         payload = json.dumps(asdict(sign)).encode()
@@ -214,8 +224,9 @@ class Registration:
         self._renewed = now
 
     def leave(self) -> None:
-        """Remove the file."""
-        self._path.unlink(missing_ok=True)
+        """Remove the file. If that is not possible, it soon is too old to count."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
 
 def _seal(payload: bytes, key: str) -> bytes:
@@ -230,13 +241,16 @@ def _read(path: Path, key: str) -> _Sign:
         ValueError: It is not a file that a server with this key has written.
     """
     # A pipe would block, and a link could lead to any file.
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("is not a regular file")
         payload, _, seal = file.read(_MAX_BYTES).partition(b"\n")
     if not hmac.compare_digest(seal, _seal(payload, key)):
         raise ValueError("was not written by a server with the key of this run (VLLM_API_KEY)")
-    return _Sign(**json.loads(payload))
+    try:
+        return _Sign(**json.loads(payload))
+    except TypeError as error:
+        raise ValueError("is of another version of prefrl. Start the server with the trainer's version.") from error
 
 
 def source_of(urls: Sequence[str], *, key: str) -> Source:
@@ -248,7 +262,7 @@ def source_of(urls: Sequence[str], *, key: str) -> Source:
     """
     (first, *_) = urls
     if first.startswith(FOLDER):
-        return Folder(Path(first.removeprefix(FOLDER)), key)
+        return Folder(Path(os.path.expanduser(first.removeprefix(FOLDER))), key)
     if first.startswith(DNS):
         name, _, port = first.removeprefix(DNS).rpartition(":")
         return Name(name, int(port))

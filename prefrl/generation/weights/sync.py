@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -77,7 +78,9 @@ class WeightSync:
         self._shares_device = shares_device
         self._folder: PrivateFolder | Store | None = None
         if folder is not None:
-            self._folder = Store(str(folder)) if over == "store" else PrivateFolder(Path(folder))
+            # Servers may have another working directory.
+            place = str(folder) if "://" in str(folder) else os.path.abspath(os.path.expanduser(folder))
+            self._folder = Store(place) if over == "store" else PrivateFolder(Path(place))
         self._transport = _transport(method, over, self._folder)
         self._servers: dict[str, Receiver] = {}
         self.bytes_sent = 0  # of the last `send`: bytes that each server received

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from annotated_types import Ge
 
-from prefrl.errors import ConfigError, masked
+from prefrl.errors import ConfigError, masked, printable
 from prefrl.generation.server import KEY_VARIABLE
 from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.server_rules import FOLDER
@@ -25,7 +25,7 @@ from prefrl.scripts.arguments.launch import config_file
 from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import read
 from prefrl.scripts.launch.vllm_serve import ServeArguments, serve_command, server_words
-from prefrl.scripts.schema import options_of
+from prefrl.scripts.schema import SchemaParser, options_of
 
 # What `nodes` and `gpus_per_node` decide.
 _DECIDED = ("num_processes", "num_machines", "machine_rank", "main_process_ip")
@@ -71,8 +71,10 @@ class ClusterArguments:
         if self.write != "k8s":
             check_unset(self, "image", "server_image", "volume", because=because, remedy="Set write=k8s.")
         for name in ("image", "volume"):
-            if self.write == "k8s" and getattr(self, name) is None:
+            if self.write == "k8s" and not getattr(self, name):
                 raise ConfigError(f"{name}: not given. Kubernetes needs it; see prefrl launch --help.")
+        if self.server_image == "":
+            raise ConfigError("server_image='': must be a container image. Leave it out for that of image.")
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,13 @@ class Job:
         if nodes > 1:
             values["num_machines"] = nodes
         if server_nodes:
-            values |= {"use_vllm": True, "vllm_server_base_url": [f"{FOLDER}{self.fleet}"]}
             values.setdefault("vllm_server_timeout", _START_SECONDS)
         return json.loads(json.dumps(values))  # type: ignore[no-any-return]  # texts of own classes become texts
 
     @property
     def fleet(self) -> Path:
         """The folder in which the servers register."""
-        return self.folder / "fleet"
+        return _fleet_in(self.folder)
 
     @property
     def server_words(self) -> list[str]:
@@ -126,21 +127,18 @@ class Job:
         return [*(self.serve or ()), "--host", "0.0.0.0", "--port", str(_PORT), "--join", str(self.fleet)]
 
     def check(self) -> None:
-        """Refuse options that contradict each other, and secrets in files.
+        """Refuse options that contradict each other, secrets in files, and folders that files cannot name.
 
         Raises:
             ConfigError: There are some.
         """
+        for name, path in (("output_dir", self.folder), ("the current folder", Path.cwd())):
+            if not str(path).isprintable():
+                raise ConfigError(f"{name}={str(path)!r}: has a line break or the like, which no script can name.")
         for name in _DECIDED:
             if self.values.get(name) is not None:
                 raise ConfigError(
                     f"{name}={self.values[name]!r}: follows from nodes and gpus_per_node. Remove it, and set these."
-                )
-        for name in _SERVERS:
-            if self.cluster.server_nodes and self.values.get(name) is not None:
-                raise ConfigError(
-                    f"{name}={self.values[name]!r}: with server_nodes, the run samples on the servers of these nodes. "
-                    "Remove one of them."
                 )
         for name, value in self.values.items():
             if masked(value, name) != value:
@@ -156,9 +154,14 @@ def write(job: Job) -> list[Path]:
     slurm = job.cluster.write == "slurm"
     config = job.folder / "launch.config.yaml"
     start = job.folder / ("launch.slurm" if slurm else "launch.k8s.yaml")
-    job.folder.mkdir(parents=True, exist_ok=True)
-    config.write_text(f"# prefrl {job.algorithm} --config {config}\n{_yaml(job.config)}", encoding="utf-8")
-    start.write_text(script(job, config) if slurm else manifest(job, config), encoding="utf-8")
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        config.write_text(f"# prefrl {job.algorithm} --config {config}\n{_yaml(job.config)}", encoding="utf-8")
+        start.write_text(script(job, config) if slurm else manifest(job, config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={str(job.folder)!r}: {error.strerror}. Name a folder in which files can be written."
+        ) from error
     return [start, config]
 
 
@@ -171,8 +174,9 @@ def start_commands(job: Job, start: Path) -> list[str]:
 
 
 def _written_by(job: Job) -> str:
-    """A comment, each line of which is one."""
-    return f"# Written by: {shlex.join(['prefrl', 'launch', *job.words])}".replace("\n", "\n# ")
+    r"""A comment, each line of which is one. YAML knows more line breaks than `\n`, and refuses some characters."""
+    words = shlex.join(["prefrl", "launch", *job.words])
+    return f"# Written by: {printable(words)}".replace("\n", "\n# ")
 
 
 def _yaml(values: Any) -> str:
@@ -182,6 +186,7 @@ def _yaml(values: Any) -> str:
 def script(job: Job, config: Path) -> str:
     """A script for sbatch."""
     nodes, servers = job.cluster.nodes, job.cluster.server_nodes
+    log = str(job.folder).replace("%", "%%")  # sbatch puts numbers in the place of %j and others
     lines = [
         "#!/bin/bash",
         _written_by(job),
@@ -192,7 +197,7 @@ def script(job: Job, config: Path) -> str:
         *([f"#SBATCH --gpus-per-node={job.cluster.gpus_per_node}"] if job.uses_gpus else []),
         *(["#SBATCH --no-kill"] if servers > 1 else []),
         f"#SBATCH --chdir={shlex.quote(str(Path.cwd()))}",
-        f"#SBATCH --output={shlex.quote(f'{job.folder}/slurm-%j.log')}",
+        f"#SBATCH --output={shlex.quote(f'{log}/slurm-%j.log')}",
         "set -euo pipefail",
         "",
         f"TRAINER_PYTHON=${{TRAINER_PYTHON:-{shlex.quote(sys.executable)}}}",
@@ -280,11 +285,37 @@ def _replicated(
     return {"name": name, "replicas": 1, "template": {"spec": spec | {"template": {"spec": pod}}}}
 
 
-def server_switch(algorithm: str, server_nodes: int) -> list[str]:
-    """What lets a run sample on servers."""
+def _folder_of(values: Mapping[str, Any]) -> Path:
+    return Path(values.get("output_dir") or OUTPUT_DIR).resolve()
+
+
+def _fleet_in(folder: Path) -> Path:
+    return folder / "fleet"
+
+
+def with_servers(algorithm: str, words: Sequence[str], server_nodes: int) -> list[str]:
+    """The words of a run, with those that let it sample on servers.
+
+    Raises:
+        ConfigError: It cannot, or names other servers.
+    """
     if "use_vllm" not in {option["name"] for option in options_of(algorithm)}:
         raise ConfigError(f"server_nodes={server_nodes}: {algorithm} samples no completions. Leave it out.")
-    return ["--use_vllm", "true"]
+    parser = SchemaParser(algorithm)
+    values = parser.read(words)[0]
+    is_off = not values["use_vllm"] and "use_vllm" in {*parser.given(words), *parser.places}
+    switch = {"use_vllm": False} if is_off else {}
+    words = [*words, "--use_vllm", "true"]
+    given = parser.parse(words)
+    for name, value in (switch | {name: given.values.get(name) for name in _SERVERS}).items():
+        if value is not None:
+            raise given.located(
+                ConfigError(
+                    f"{name}={value!r}: with server_nodes, the run samples on the servers of these nodes. Remove one "
+                    "of them."
+                )
+            )
+    return [*words, "--vllm_server_base_url", f"{FOLDER}{_fleet_in(_folder_of(values))}"]
 
 
 def write_files(argv: Sequence[str], given: Given, cluster: ClusterArguments) -> int:
@@ -306,7 +337,7 @@ def write_files(argv: Sequence[str], given: Given, cluster: ClusterArguments) ->
         if cluster.server_nodes:
             num_gpus = 1 if run["use_cpu"] else cluster.gpus_per_node
             serve = ["--model", run["model_name_or_path"], *server_words(run, num_gpus, run["vllm_args"])]
-        folder = Path(run["output_dir"] or OUTPUT_DIR).resolve()
+        folder = _folder_of(run)
         job = Job(argv[0], cluster, given.values, serve, folder, not run["use_cpu"], argv)
         if serve is not None:
             parsed, forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(job.server_words)

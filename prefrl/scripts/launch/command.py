@@ -39,7 +39,7 @@ from prefrl.scripts.arguments.launch import (
     with_mode,
 )
 from prefrl.scripts.inputs import check_files, read
-from prefrl.scripts.launch.cluster import OUTPUT_DIR, ClusterArguments, server_switch, write_files
+from prefrl.scripts.launch.cluster import OUTPUT_DIR, ClusterArguments, with_servers, write_files
 from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all, stop_signals_noted, with_variable
 from prefrl.scripts.launch.vllm_serve import PORT, ServerProgram, check_start, choose_port, plan_server
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, option_of
@@ -247,7 +247,11 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{argv[0]!r} cannot be launched. {nearest(argv[0], REGISTRY)}")
     cluster = ClusterArguments(**{field.name: own[field.name] for field in dataclasses.fields(ClusterArguments)})
     if cluster.server_nodes:
-        words = [*words, *server_switch(argv[0], cluster.server_nodes)]
+        words = with_servers(argv[0], words, cluster.server_nodes)
+    if cluster.write is not None and own["dry_run"]:
+        raise ConfigError(
+            f"dry_run=True: write={cluster.write!r} starts nothing, and writes files. Remove one of them."
+        )
     given = read(REGISTRY[argv[0]], words, is_launched=True)
     if not own["dry_run"]:
         check_files(given)

@@ -26,6 +26,7 @@ from prefrl.generation.server import KEY_VARIABLE, check_key, key_of_user
 from prefrl.generation.vllm.members import Registration, url_of
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.names import unpinned_code
+from prefrl.options.server_rules import DNS, FOLDER
 from prefrl.scripts.arguments.launch import COLOCATE, LaunchArguments
 from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.launch.processes import Program, Supervisor
@@ -146,6 +147,11 @@ class ServeArguments:
     def __post_init__(self) -> None:
         check_fields(self)
         parse_json(self, "speculative_config")
+        if self.join is not None and (not self.join or self.join.startswith((FOLDER, DNS)) or "://" in self.join):
+            raise ConfigError(
+                f"join={self.join!r}: must be a folder, such as /shared/fleet; trainers name it dir:/shared/fleet. "
+                "Without it, the server does not register."
+            )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -179,7 +185,9 @@ def main(argv: Sequence[str]) -> int:
     key = key_of_user(os.environ)
     registration = None
     if options.join is not None:
-        registration = Registration(Path(options.join), url_of(_address(options.host), options.port), key=key)
+        registration = Registration(
+            Path(os.path.expanduser(options.join)), url_of(_address(options.host), options.port), key=key
+        )
     supervisor = Supervisor(
         command,
         {**os.environ, **added, KEY_VARIABLE: key},

@@ -51,7 +51,7 @@ class TokenRecord(Part):
 
     def begin(self, run: Run) -> None:
         """Find the files of earlier steps, and delete those of steps that follow, which will be written anew."""
-        files = sorted(self._folder.glob(f"tokens_*{self._suffix()}"), key=_step_of)
+        files = sorted(self._folder.glob(f"tokens_[0-9]*{self._suffix()}"), key=_step_of)
         self._files = [path for path in files if _step_of(path) < run.plan.position]
         for path in files[len(self._files) :]:
             path.unlink(missing_ok=True)

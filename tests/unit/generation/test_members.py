@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import socket
@@ -61,7 +63,7 @@ def test_a_server_is_found_while_it_renews_its_file(tmp_path: Path, clock: Clock
     clock.now += ALIVE_SECONDS
     found = folder.find()
     assert found.urls == []
-    assert f"{file.name}: the last sign of life of {URL} is from 32 s ago" in found.left_out[0]
+    assert f"{file.name}: the last sign of life of {URL} is from more than 30 s ago" in found.left_out[0]
     registered.renew()
     assert folder.find().urls == [URL]
     registered.leave()
@@ -71,7 +73,47 @@ def test_a_server_is_found_while_it_renews_its_file(tmp_path: Path, clock: Clock
 
 def test_a_clock_that_is_wrong_is_told(tmp_path: Path, clock: Clock, registered: Registration) -> None:
     clock.now -= 100
-    assert "100 s from now, so the clocks of the machines differ" in Folder(tmp_path, KEY, clock).find().left_out[0]
+    found = Folder(tmp_path, KEY, clock).find()
+    assert "more than 30 s from now, so the clocks of the machines differ" in found.left_out[0]
+
+
+def test_a_clock_that_is_set_back_does_not_end_the_signs_of_life(
+    tmp_path: Path, clock: Clock, registered: Registration
+) -> None:
+    clock.now -= 3600
+    registered.renew()
+    assert Folder(tmp_path, KEY, clock).find().urls == [URL]
+
+
+def test_machines_of_one_name_do_not_share_a_file(tmp_path: Path, clock: Clock, registered: Registration) -> None:
+    other = Registration(tmp_path, "http://10.0.0.6:8000", key=KEY, clock=clock)
+    other.renew()
+    assert Folder(tmp_path, KEY, clock).find().urls == [URL, "http://10.0.0.6:8000"]
+    other.leave()
+    assert Folder(tmp_path, KEY, clock).find().urls == [URL]
+
+
+def test_a_file_that_cannot_be_removed_does_not_keep_a_server_from_ending(
+    tmp_path: Path, clock: Clock, registered: Registration
+) -> None:
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    file.mkdir()
+    registered.leave()
+    for _ in range(3):
+        found = Folder(tmp_path, KEY, clock).find()
+        assert (found.urls, len(found.left_out)) == ([], 1)
+
+
+def test_a_server_of_another_version_is_left_out(tmp_path: Path, clock: Clock) -> None:
+    payload = json.dumps({"url": URL, "host": "h", "pid": 1, "time": clock.now, "zone": "a"}).encode()
+    seal = hmac.new(KEY.encode(), b"prefrl: a server of this fleet\n" + payload, hashlib.sha256).hexdigest()
+    (tmp_path / "new\x1b[2J.json").write_bytes(payload + b"\n" + seal.encode())
+    found = Folder(tmp_path, KEY, clock).find()
+    assert found.urls == []
+    assert found.left_out == [
+        "new\\x1b[2J.json: is of another version of prefrl. Start the server with the trainer's version."
+    ]
 
 
 def change_url(path: Path) -> None:
@@ -131,6 +173,15 @@ def test_loopback_is_of_no_use_on_another_machine(
 def test_a_folder_that_does_not_exist_has_no_servers(tmp_path: Path) -> None:
     found = Folder(tmp_path / "none", KEY).find()
     assert (found.urls, found.left_out) == ([], [f"there is no folder {tmp_path / 'none'}"])
+    too_long = tmp_path / ("a" * 300)
+    assert Folder(too_long, KEY).find().left_out == [f"the folder {too_long} cannot be read: File name too long"]
+
+
+def test_a_home_is_found_and_a_folder_with_spaces_is_one_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = source_of(["dir:~/a fleet"], key=KEY)
+    assert source == Folder(tmp_path / "a fleet", KEY)
+    assert source.options == f"--join '{tmp_path}/a fleet'"
 
 
 def test_each_address_of_a_name_is_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +282,36 @@ def test_a_server_that_does_not_take_the_weights_is_set_aside_until_it_does(
     servers.full = set()
     fleet.sync(Weights(), version=2)
     assert fleet.addresses == [A, B]
+
+
+def test_a_server_whose_weights_another_run_replaces_is_told(servers: Fleeting) -> None:
+    fleet = fleet_of(servers)
+    servers.named = [A]
+    send = servers.send
+
+    def lose(lacking: Any, weights: object, *, version: str) -> None:
+        send(lacking, weights, version=version)
+        servers.versions[A] = "other:1"
+
+    servers.send = lose  # type: ignore[method-assign]
+    said = rf"0 servers have (?s:.*)\n  {A}: was sent the weights '\w+:1' and has 'other:1'\. Check whether another"
+    with pytest.raises(AbsentServerError, match=said):
+        fleet.sync(Weights(), version=1)
+
+
+def test_a_dead_server_is_told_once(
+    tmp_path: Path, clock: Clock, registered: Registration, servers: Fleeting, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = fleet_of(servers)
+    folder = Folder(tmp_path, KEY, clock)
+    fleet._source = folder
+    monkey = Registration(tmp_path, A, key=KEY, clock=clock)
+    for version in range(4):
+        clock.now += 2 * ALIVE_SECONDS
+        monkey.renew()
+        fleet.sync(Weights(), version=version)
+    assert fleet.addresses == [A]
+    assert caplog.text.count(f"the last sign of life of {URL}") == 1
 
 
 def test_weights_that_no_server_takes_are_an_error_at_once(servers: Fleeting) -> None:

@@ -31,6 +31,7 @@ class Servers:
     def __init__(self) -> None:
         self.copies = {A: HostCopy(), B: HostCopy()}
         self.requests: Counter[str] = Counter()
+        self.paths: list[str] = []  # that were named
         self.lost: list[str] = []  # servers that say yes to the next update and do nothing
 
     def __call__(self, url: str, path: str, json: Any) -> None:
@@ -41,6 +42,7 @@ class Servers:
             self.lost.remove(url)
             return
         update = json["update_info"]
+        self.paths.append(update["path"])
         try:
             follow(self.copies[url], update["path"], [Link(*link) for link in update["chain"]])
         except Exception as error:
@@ -96,6 +98,19 @@ def test_all_weights_are_written_once_and_a_server_that_comes_later_reads_what_i
         assert servers.requests == {A: 4, B: 1}
     assert [*(tmp_path / "new" / "folder").iterdir()] == []
     assert messages() == []
+
+
+def test_servers_hear_of_a_folder_by_its_whole_path(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have another working directory."""
+    weights = Weights()
+    monkeypatch.chdir(tmp_path)
+    for sync in sync_to("weights", servers):
+        send(sync, weights, A)
+        assert [*(tmp_path / "weights").iterdir()]
+        assert servers.paths
+        assert all(path.startswith(f"{tmp_path}/weights/") for path in servers.paths)
 
 
 def test_a_server_that_lost_messages_reads_them_with_the_next_one(

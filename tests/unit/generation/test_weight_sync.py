@@ -276,6 +276,25 @@ def test_a_server_that_may_have_paused_is_resumed_and_the_others_get_the_weights
     http.close()
 
 
+def test_servers_hear_of_a_folder_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have another working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in ("weights", "~/weights"):
+        paths: list[Path] = []
+
+        def note(_: str, path: str, json: Any, paths: list[Path] = paths) -> None:
+            if path == "/update_weights":
+                paths.append(Path(json["update_info"]["path"]))
+
+        http = ScriptedHttp(note)
+        sync = WeightSync(http, method="shm", folder=folder, timeout=30.0)
+        sync.send({A: info()}, Weights(), version="r:1")
+        assert [path.is_relative_to(tmp_path / "weights") for path in paths] == [True]
+        sync.close()
+        http.close()
+
+
 def test_a_server_that_keeps_its_prefix_cache_has_old_weights(tmp_path: Path) -> None:
     http = ScriptedHttp(lambda _, path, __: {"success": False} if path == "/reset_prefix_cache" else None)
     sync = WeightSync(http, method="shm", folder=tmp_path, timeout=30.0)

@@ -7,7 +7,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -97,6 +97,44 @@ def test_an_upload_that_breaks_off_is_not_whole_and_goes_on_where_it_was(tmp_pat
     place._files = Breaks(memory, 1)
     place.upload(checkpoint, checkpoint.name)  # there is nothing left to do
     assert contents(place.fetch("checkpoint-3", tmp_path / "new")) == contents(checkpoint)
+
+
+class Buckets(MemoryFileSystem):
+    """As s3fs and gcsfs show a store: whoever makes a folder makes its bucket, too."""
+
+    protocol = "buckets"
+    buckets: ClassVar = {"mine"}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("buckets://").strip("/")
+
+    def exists(self, path: str, **options: Any) -> bool:
+        return path in self.buckets or super().exists(path, **options)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.buckets.add(path.partition("/")[0])
+
+    def put_file(self, source: str, target: str, **_: Any) -> None:
+        self.pipe_file(target, Path(source).read_bytes())
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        if path.partition("/")[0] not in self.buckets:
+            raise FileNotFoundError("no such bucket")
+        super().pipe_file(path, value, **options)
+
+
+def test_a_bucket_that_is_not_there_is_not_made(tmp_path: Path, memory: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fsspec.register_implementation("buckets", Buckets, clobber=True)
+    checkpoint = save(tmp_path / "run", 3)
+    failed = {}
+    for bucket in ("mine", "mien"):
+        uploads = Uploads(tmp_path / "run", Place(f"buckets://{bucket}/run"), pauses=NO_PAUSE)
+        uploads.add(checkpoint)
+        failed[bucket] = uploads.finish(PATIENCE)
+    assert failed == {"mine": {}, "mien": {"checkpoint-3": "FileNotFoundError: no such bucket"}}
+    assert Buckets.buckets == {"mine"}
+    assert "checkpoint-3 could not be uploaded to buckets://mien/run: FileNotFoundError: no such bucket" in caplog.text
 
 
 def test_a_checkpoint_made_again_replaces_the_uploaded_one_of_the_same_size(tmp_path: Path, memory: Any) -> None:
