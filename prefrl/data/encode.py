@@ -147,14 +147,9 @@ class RowEncoder:
             raise DataError(f"column {column!r} holds images: {place}. Remove them, or drop the row")
         return messages
 
-    def with_images(self, encode_row: EncodeRow) -> EncodeRow:
-        """`encode_row` with the images of the row as another column, if the model reads images."""
-        return encode_row if self.reader is None else _WithImages(self, encode_row)
-
-    @property
-    def image_features(self) -> Mapping[str, Any]:
-        """The column of images in prepared datasets."""
-        return {} if self.reader is None else IMAGE_FEATURES
+    def with_images(self, encode_row: EncodeRow) -> tuple[EncodeRow, Mapping[str, Any]]:
+        """`encode_row` with the images of the row as another column, and that column, if the model reads images."""
+        return (encode_row, {}) if self.reader is None else (_WithImages(self, encode_row), IMAGE_FEATURES)
 
     def check_end_of_text(self) -> None:
         """Refuse plain text for a tokenizer without EOS.
@@ -263,10 +258,13 @@ def row_encoder(
     if reader is not None and isinstance(own_template, str):
         kwargs = {"chat_template": own_template, **kwargs}
     columns = dataset_format.columns
+    # Ids that the tokenizer appends to a text are not part of a prompt.
+    plain, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    starts = range(len(whole) - len(plain) + 1)
     return RowEncoder(
         tokenizer=tokenizer,
         is_conversational=is_conversational,
-        prefix_ids=_prefix_ids(tokenizer),
+        prefix_ids=tuple(whole[: next((i for i in starts if whole[i : i + len(plain)] == plain), 0)]),
         special_tokens=special_tokens(tokenizer),
         chat_template_kwargs=kwargs,
         tools=tools,
@@ -329,12 +327,3 @@ def kept(length: int, max_length: int | None, truncation: TruncationSide, image_
     if truncation == "error":
         raise DataError(f"has {length} tokens, more than the {max_length} allowed, and truncation='error'")
     return slice(length - max_length, length) if truncation == "left" else slice(0, max_length)
-
-
-def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that the tokenizer puts before a text. Ids that it appends are not part of a prompt."""
-    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    with_special = list(tokenizer("a")["input_ids"])
-    starts = range(len(with_special) - len(plain) + 1)
-    start = next((i for i in starts if with_special[i : i + len(plain)] == plain), 0)
-    return tuple(with_special[:start])

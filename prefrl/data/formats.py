@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 import datasets
 import xxhash
 
-from prefrl.errors import DataError
+from prefrl.errors import DataError, reason_of
 
 DatasetKind = Literal["language_modeling", "prompt_only", "prompt_completion", "preference", "unpaired"]
 Style = Literal["standard", "conversational"]
@@ -141,19 +141,35 @@ def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
     return names
 
 
-def map_anew(dataset: AnyDataset, make: Callable[[Mapping[str, Any]], Any], **about: Any) -> AnyDataset:
-    """`dataset.map` with a function of the user's, which is called in every run.
+def map_anew(
+    dataset: AnyDataset, make: Callable[[Mapping[str, Any]], Any], name: str, column: str, **about: Any
+) -> AnyDataset:
+    """Add a column that a function of the user's makes, which is called in every run.
 
     `datasets` tells functions in modules apart by their names, so it would return what an earlier version has made.
 
     Args:
         dataset: A stream calls the function while it is read.
-        make: A function of a row, which returns columns.
+        make: The function, of a row.
+        name: How messages call it.
+        column: The column.
         about: Other arguments of `dataset.map`.
+
+    Raises:
+        DataError: The function raises; a stream raises while it is read.
     """
+
+    def made(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        try:
+            return {column: make(row)}
+        except Exception as error:
+            raise DataError(
+                f"{name} raised {reason_of(error)}, for row {index} of the dataset. Correct it."
+            ) from error
+
     if isinstance(dataset, datasets.IterableDataset):
-        return dataset.map(make, **about)
-    rows = dataset.map(make, load_from_cache_file=False, **about)
+        return dataset.map(made, with_indices=True, **about)
+    rows = dataset.map(made, with_indices=True, load_from_cache_file=False, **about)
     if not len(rows):
         return rows
     digest = xxhash.xxh3_128(str(rows.features).encode())
@@ -336,7 +352,10 @@ def _format_of_row(row: Mapping[str, Any], index: int, layout: _Layout) -> Forma
                 f"row {index}, column {column!r} holds {_VALUE_TYPES[found]}, expected {_VALUE_TYPES[style]}: "
                 f"{_short(row[column])}. The columns {list(columns)} must be all text, or all lists of messages"
             )
-    from_value = tuple(column for column in columns if _is_from_value(row[column]))
+    from_value: tuple[str, ...] = ()
+    if style == "conversational":
+        firsts = {column: {key for key, value in row[column][0].items() if value is not None} for column in columns}
+        from_value = tuple(name for name, keys in firsts.items() if {"from", "value"} <= keys and "role" not in keys)
     return Format(kind=layout.kind, columns=columns, style=style, from_value=from_value)
 
 
@@ -349,13 +368,6 @@ def _style_of(value: object, column: str, index: int) -> Style:
         f"row {index}, column {column!r} is {_short(value)}: needs a non-empty str, "
         'or a list of messages like {"role": "user", "content": "..."}'
     )
-
-
-def _is_from_value(messages: object) -> bool:
-    if not isinstance(messages, list) or not messages or not isinstance(messages[0], dict):
-        return False
-    present = {key for key, value in messages[0].items() if value is not None}
-    return {"from", "value"} <= present and "role" not in present
 
 
 def _convert_row(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def prepare_preference_dataset(
         encoder.check_end_of_text()
         dataset = with_readable_images(dataset, encoder)
         encoder.warn_of_special_tokens(dataset, pair.chosen_ids)
-        encode_row, images = encoder.with_images(pair), encoder.image_features
+        encode_row, images = encoder.with_images(pair)
     return map_rows(
         dataset,
         encode_row,
@@ -160,7 +160,7 @@ def prepare_reward_dataset(
         pair = _RewardRow(encoder, "prompt" in dataset_format.columns, max_length, has_margin)
         dataset = with_readable_images(dataset, encoder)
         encoder.warn_of_special_tokens(dataset, pair.chosen_ids, learns_to_stop=False)
-        encode_row, images = encoder.with_images(pair), encoder.image_features
+        encode_row, images = encoder.with_images(pair)
     margin = {"margin": datasets.Value("float64")} if has_margin else {}
     return map_rows(
         dataset,
@@ -225,7 +225,7 @@ def prepare_unpaired_dataset(
         completion = _UnpairedRow(encoder, max_length, truncation)
         dataset = with_readable_images(dataset, encoder)
         encoder.warn_of_special_tokens(dataset, completion.token_ids)
-        encode_row, images = encoder.with_images(completion), encoder.image_features
+        encode_row, images = encoder.with_images(completion)
     rows = map_rows(
         dataset,
         encode_row,

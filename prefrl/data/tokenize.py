@@ -42,7 +42,7 @@ from prefrl.data.images import ProcessingClass, image_column, tokenizer_of
 from prefrl.data.packing import EncodeRow, InvalidRows, drop_rows, map_rows
 from prefrl.errors import ConfigError, DataError
 
-__all__ = ["SFT_COLUMNS", "TruncationSide", "completion_text", "prepare_prompt_dataset", "prepare_sft_dataset"]
+__all__ = ["SFT_COLUMNS", "TruncationSide", "decoded_completion", "prepare_prompt_dataset", "prepare_sft_dataset"]
 
 SFT_COLUMNS = ("input_ids", "trainable", "seq_lengths")
 
@@ -156,7 +156,7 @@ class _PromptRow:
     truncation: TruncationSide
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        encoded = self._encode(row)
+        encoded = self.encode(row)
         token_ids = encoded.token_ids
         if not token_ids:
             raise DataError(f"column {self.column!r}: the prompt {row[self.column]!r} has no tokens")
@@ -167,11 +167,8 @@ class _PromptRow:
         unexpanded = encoded.unexpanded_ids[: len(encoded.unexpanded_ids) - num_cut]
         return {"prompt_ids": token_ids[part], "unexpanded_ids": unexpanded}
 
-    def token_ids(self, row: Mapping[str, Any]) -> list[int]:
-        """The prompt's tokens without truncation."""
-        return self._encode(row).token_ids
-
-    def _encode(self, row: Mapping[str, Any]) -> EncodedText:
+    def encode(self, row: Mapping[str, Any]) -> EncodedText:
+        """The prompt without truncation."""
         if self.encoder.is_conversational:
             messages = self.encoder.messages(row, self.column, allow_empty=self.encoder.tools is not None)
             template = self.encoder.template(row)
@@ -249,7 +246,7 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
         encoder.check_end_of_text()
         dataset = with_readable_images(convert_from_value(dataset, dataset_format), encoder)
         encoder.warn_of_special_tokens(dataset, row.token_ids)
-        encode_row, images = encoder.with_images(row), encoder.image_features
+        encode_row, images = encoder.with_images(row)
     features = datasets.Features(
         input_ids=datasets.List(datasets.Value("int32")),
         trainable=datasets.List(datasets.Value("bool")),
@@ -323,8 +320,8 @@ def prepare_prompt_dataset(
         encoder = row_encoder(dataset_format, processing_class, chat_template_kwargs, tools)
         row = _PromptRow(encoder, dataset_format.columns[0], *limits)
         dataset = with_readable_images(convert_from_value(dataset, dataset_format), encoder)
-        encoder.warn_of_special_tokens(dataset, row.token_ids, learns_to_stop=False)
-        encode_row, images = encoder.with_images(row), encoder.image_features
+        encoder.warn_of_special_tokens(dataset, lambda one: row.encode(one).token_ids, learns_to_stop=False)
+        encode_row, images = encoder.with_images(row)
         if encoder.reader is not None:  # for servers that expand placeholders themselves
             check_not_reserved(dataset, ("unexpanded_ids",))
             images = {**images, "unexpanded_ids": datasets.List(datasets.Value("int32"))}
@@ -420,7 +417,7 @@ def _check_episodes(dataset: AnyDataset, dataset_format: Format) -> None:
         )
 
 
-def completion_text(
+def decoded_completion(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], conversational: bool, ends: Sequence[str] = ()
 ) -> str | list[Message]:
     """A completion as rewards see it: its text without special tokens, or one assistant message with that text.

@@ -78,19 +78,6 @@ def outline_of(
     return model
 
 
-def outline_with_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """The same kind of model with another number of layers, on the current device. It has no image tower.
-
-    Raises:
-        ValueError: The class cannot be made from the text config alone.
-    """
-    config = copy.deepcopy(model.config.get_text_config())
-    config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:num_layers]
-    return type(model)._from_config(config, dtype=model.dtype)
-
-
 _ATTENTION = "prefrl_outline"
 _SCORE_BYTES = 4  # of a logit or probability in the head
 # Numbers of the optimizer's state for each trained weight, in the weights' dtype; others are taken for Adam.
@@ -141,29 +128,23 @@ class Footprint:
     gathered: int = 0  # of the largest layer that a backend has whole for a while
 
     @property
-    def step(self) -> int:
-        """Bytes that a step needs at most besides what stays from step to step."""
-        training = max(self.activations + self.first_gradients, self.gradients)
-        return max(training + self.gathered, self.cache)
-
-    @property
     def peak(self) -> int:
         """Bytes at most: in training, or while completions are sampled."""
-        return self.weights + self.optimizer + self.reference + self.copies + self.step
+        training = max(self.activations + self.first_gradients, self.gradients) + self.gathered
+        return self.weights + self.optimizer + self.reference + self.copies + max(training, self.cache)
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
     """The weights of a model, whole if it is partitioned; it may be an outline, and have an adapter."""
-    parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    sizes = [(shape_of(each).numel(), each.element_size(), each.requires_grad) for each in model.parameters()]
     head: Any = model.get_output_embeddings()
     has_head = head is not None and head.weight.requires_grad
     return Weights(
-        count=sum(map(_numel, parameters)),
-        num_trained=sum(map(_numel, trained)),
-        total=sum(map(_bytes, parameters)),
-        trained=sum(map(_bytes, trained)),
-        head=_bytes(head.weight) if has_head else 0,
+        count=sum(count for count, *_ in sizes),
+        num_trained=sum(count for count, _, is_trained in sizes if is_trained),
+        total=sum(count * size for count, size, _ in sizes),
+        trained=sum(count * size for count, size, is_trained in sizes if is_trained),
+        head=shape_of(head.weight).numel() * head.weight.element_size() if has_head else 0,
     )
 
 
@@ -238,11 +219,16 @@ def _kept_bytes(
     peft_config: PeftConfig | None,
     autocast: torch.dtype | None,
 ) -> int:
+    """What autograd keeps of a pass through the same kind of model with so many layers and no image tower."""
+    config = copy.deepcopy(outline.config.get_text_config())
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
     # Autocast does not see the meta device, and fake tensors take longer; peft cannot move fake tensors, so adapters
     # are cast as a whole instead.
     is_mixed = autocast is not None and peft_config is None
     with FakeTensorMode() if is_mixed else torch.device("meta"):
-        model: Any = outline_with_layers(outline, num_layers)
+        model: Any = type(outline)._from_config(config, dtype=outline.dtype)
         if peft_config is not None:
             add_adapter(model, peft_config, task_type="CAUSAL_LM", seed=None)  # changes the model in place
             model.to(autocast or outline.dtype)
@@ -293,11 +279,3 @@ def _attend(
 
 
 AttentionInterface.register(_ATTENTION, _attend)
-
-
-def _numel(tensor: Tensor) -> int:
-    return shape_of(tensor).numel()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return _numel(tensor) * tensor.element_size()

@@ -29,7 +29,14 @@ from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, Plan, PlanVerdict, lay_out, part_of
 from prefrl.models.routers import RouterRecord
-from prefrl.models.scoring import inner_model, is_classifier, prepare_for_scoring, score_tokens, user_model
+from prefrl.models.scoring import (
+    ScoringState,
+    inner_model,
+    is_classifier,
+    prepare_for_scoring,
+    score_tokens,
+    user_model,
+)
 from prefrl.models.selfcheck import check_plans
 from prefrl.types import IdleBatch, TokenBatch
 
@@ -208,7 +215,8 @@ def token_logprobs(
             f"model is a {type(inner_model(model)).__name__}, which scores sequences, but log-probs need a "
             "language-model head. Load it with AutoModelForCausalLM."
         )
-    verdict, rows = verdict_of(model), batch if state.image_example is None else with_idle_image(model, batch)
+    verdict = verdict_of(model, state)
+    rows = batch if state.image_example is None else with_idle_image(model, batch)
     if reference is not None and rows is not batch:
         # What the tokens of the idle row are compared with does not matter: their scores are not used.
         reference = reference[torch.arange(rows.num_tokens, device=batch.device).clamp(max=batch.num_tokens - 1)]
@@ -280,15 +288,19 @@ def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: PlanVerd
     return part_of(inputs, place_in_team(), num_parts) if num_parts > 1 and isinstance(inputs, FlatInputs) else inputs
 
 
-def verdict_of(model: nn.Module) -> PlanVerdict:
+def verdict_of(model: nn.Module, state: ScoringState | None = None) -> PlanVerdict:
     """The model's self-check verdict, computed at first use and again if its head, adapter or attention changed.
 
     Routers that shall replay are tried at first use, too.
 
+    Args:
+        model: See `token_logprobs`.
+        state: What `prepare_for_scoring` has just returned for the model; None: the model is prepared here.
+
     Raises:
         ConfigError: See `check_plans` and `RouterReplay.prove`.
     """
-    state = prepare_for_scoring(model)
+    state = prepare_for_scoring(model) if state is None else state
     if state.verdict is None or state.verdict.fingerprint != state.fingerprint(model):
         state.verdict = check_plans(model, state.image_example)
         _report(model, state.verdict, has_images=state.image_example is not None)

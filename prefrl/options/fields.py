@@ -396,12 +396,11 @@ def unset(
 
 def ascending(name: str, example: Example) -> Rule:
     """A row for two bounds: numbers, the smaller one first; None: no bounds."""
-
-    def breaks(options: Any) -> bool:
-        bounds = getattr(options, name)
-        return bounds is not None and (len(bounds) != 2 or not bounds[0] < bounds[1])
-
-    return when(breaks, f"{name}={{{name}}}: must be two numbers, the smaller one first, such as [-5, 5]", example)
+    return when(
+        lambda o: (bounds := getattr(o, name)) is not None and (len(bounds) != 2 or not bounds[0] < bounds[1]),
+        f"{name}={{{name}}}: must be two numbers, the smaller one first, such as [-5, 5]",
+        example,
+    )
 
 
 def apply(options: Any, *tables: Iterable[Rule]) -> None:

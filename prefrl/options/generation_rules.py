@@ -300,16 +300,24 @@ def unscored(o: Any) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in (cuts | guides_of(o)).items())
 
 
-def _of_server(name: str, value: Any, option: str) -> tuple[Rule, ...]:
-    why = f"the server is a process of its own. Give --{option} to prefrl vllm-serve."
-    return unset({name: value}, lambda o: True, why, example("grpo"), hint=True)
-
-
-# Names of TRL.
+# Names of TRL, each with a value and what `prefrl vllm-serve` calls it.
+_OF_SERVER: tuple[tuple[str, Any, str], ...] = (
+    ("vllm_model_impl", "transformers", "model-impl"),
+    ("vllm_tensor_parallel_size", 2, "tensor_parallel_size"),
+    ("vllm_max_model_length", 512, "max_model_len"),
+)
 SAMPLER_RULES = (
-    *_of_server("vllm_model_impl", "transformers", "model-impl"),
-    *_of_server("vllm_tensor_parallel_size", 2, "tensor_parallel_size"),
-    *_of_server("vllm_max_model_length", 512, "max_model_len"),
+    *(
+        rule
+        for name, value, option in _OF_SERVER
+        for rule in unset(
+            {name: value},
+            lambda o: True,
+            f"the server is a process of its own. Give --{option} to prefrl vllm-serve.",
+            example("grpo"),
+            hint=True,
+        )
+    ),
     *unset(
         {"vllm_group_port": 51217},
         lambda o: True,

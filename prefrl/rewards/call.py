@@ -72,8 +72,7 @@ class EventLoopThread:
     A separate thread also works where the caller's thread already runs a loop, as in a notebook.
     """
 
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
         """Run a coroutine in the loop."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prefrl import distributed
 from prefrl.data.images import ImageReader
-from prefrl.data.tokenize import completion_text
+from prefrl.data.tokenize import decoded_completion
 from prefrl.generation.base import Generator, Pending, Polled, SamplingParams
 from prefrl.losses.advantage.estimators import row_totals
 from prefrl.metrics import Mean, Metric, merge
@@ -107,7 +107,7 @@ class _Decoded:
             found = []
             for completion in completions:
                 ends = self.sampler.hidden if completion.finish_reason == "stop_string" else ()
-                text = completion_text(
+                text = decoded_completion(
                     self.sampler.tokenizer, completion.token_ids, conversational=is_conversational, ends=ends
                 )
                 turn = Turn(row["prompt_ids"], completion)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from prefrl.data.chat import ChatTemplate
 from prefrl.data.formats import Message
 from prefrl.data.next_turn import said_text
-from prefrl.data.tokenize import completion_text
+from prefrl.data.tokenize import decoded_completion
 from prefrl.data.tool_calls import ParsedTurn, ToolCallReader
 from prefrl.types import Completion, Turn
 
@@ -30,7 +30,7 @@ def read_turn(
     """
     tokenizer, completion = template.tokenizer, turn.completion
     if reader is None:
-        parsed = ParsedTurn(str(completion_text(tokenizer, completion.token_ids, conversational=False)), ())
+        parsed = ParsedTurn(str(decoded_completion(tokenizer, completion.token_ids, conversational=False)), ())
     else:
         text = tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False)
         before = tokenizer.decode(turn.sent_ids[-_PROMPT_END_IDS:], clean_up_tokenization_spaces=False)

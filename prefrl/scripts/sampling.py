@@ -161,7 +161,7 @@ class Local:
         """See `Sampler`."""
         import datasets
 
-        from prefrl.data.tokenize import completion_text, prepare_prompt_dataset
+        from prefrl.data.tokenize import decoded_completion, prepare_prompt_dataset
         from prefrl.rollout.collect import prompt_seed
 
         if not prompts:
@@ -171,7 +171,7 @@ class Local:
             prompt_ids = prepare_prompt_dataset(rows, self.tokenizer, max_prompt_length=None)["prompt_ids"]
         seeds = [prompt_seed(self._options.seed, 0, number) for number in range(len(prompts))]
         completions = self.generator.generate([*prompt_ids], self._options.params(), seeds=seeds)
-        texts = [[str(completion_text(self.tokenizer, c.token_ids, False)) for c in group] for group in completions]
+        texts = [[str(decoded_completion(self.tokenizer, c.token_ids, False)) for c in group] for group in completions]
         return [
             [SampledText(text, c.finish_reason, c.token_ids) for text, c in zip(of_prompt, group, strict=True)]
             for of_prompt, group in zip(texts, completions, strict=True)

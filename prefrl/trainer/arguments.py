@@ -152,7 +152,8 @@ def check_names(trainer: type[_Algorithm], names: Collection[str]) -> None:
     known = set(_POSITIONS.get(trainer.algorithm, ()))
     for cls in trainer.__mro__:
         if cls.__module__.startswith("prefrl.") and "__init__" in vars(cls):
-            known |= _named_parameters(vars(cls)["__init__"])
+            _, *own = inspect.signature(vars(cls)["__init__"]).parameters.values()
+            known |= {each.name for each in own if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     for name in names:
         if name not in known and (name not in ARGUMENTS or trainer.algorithm not in _POSITIONS):
             ours, advice = TRAINER_NAMES.get(name), ARGUMENTS.get(name)
@@ -165,11 +166,6 @@ def check_names(trainer: type[_Algorithm], names: Collection[str]) -> None:
             else:
                 meant = nearest(name, known)
             raise ConfigError(f"{trainer.__name__} has no argument {name!r}. {meant}")
-
-
-def _named_parameters(constructor: Callable[..., None]) -> set[str]:
-    _, *parameters = inspect.signature(constructor).parameters.values()
-    return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
 
 
 def check_has_data(arguments: Mapping[str, Any]) -> None:

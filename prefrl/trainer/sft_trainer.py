@@ -68,11 +68,8 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         if training and self.args.shuffle_dataset:
             dataset = dataset.shuffle(seed=self.args.seed)
         if self.formatting_func is not None:
-            format_row = self.formatting_func
-            field = self.args.dataset_text_field
-            dataset = map_anew(
-                dataset, lambda row: {field: format_row(row)}, remove_columns=get_dataset_column_names(dataset)
-            )
+            field, others = self.args.dataset_text_field, get_dataset_column_names(dataset)
+            dataset = map_anew(dataset, self.formatting_func, "formatting_func", field, remove_columns=others)
         is_packed = self.args.packing if training or self.args.eval_packing is None else self.args.eval_packing
         dataset = tokenized_texts(dataset, processing_class, self.args, is_packed=is_packed)
         if is_packed:

@@ -556,9 +556,9 @@ def test_memory_that_an_awake_server_has_is_not_missed(
     rows = subject.tokenized(Dataset.from_list([{"prompt": "1+1=", "answer": "2"}]))
     monkeypatch.setattr(resources, "_available", lambda _: (0, "here"))
     with pytest.raises(ConfigError, match="are free here"):
-        resources.check_memory(subject, rows, Batches.of(subject, 1))
+        resources.check_memory(subject, rows, Batches.of(subject, rows))
     monkeypatch.setenv("PREFRL_NUM_PROCESSES", "1")
-    assert resources.check_memory(subject, rows, Batches.of(subject, 1)) is None
+    assert resources.check_memory(subject, rows, Batches.of(subject, rows)) is None
 
 
 def test_the_memory_of_other_devices_is_what_the_user_says(

@@ -227,6 +227,21 @@ def test_formatting_func_is_the_last_of_sft_by_position(
     assert len(trainer.train_dataset) == 4
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_formatting_func_that_raises_names_the_row(
+    streams: bool, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rows: Any = Dataset.from_list([{"question": "a b"}, {"question": None}])
+    rows = rows.to_iterable_dataset() if streams else rows
+    options = {"processing_class": tokenizer, "formatting_func": lambda row: row["question"] + "?"}
+    args = config_of("sft", tmp_path)
+    args.max_steps = 1
+    with pytest.raises(
+        DataError, match=r"formatting_func raised TypeError: .*, for row 1 of the dataset\. Correct it"
+    ):
+        SFTTrainer(tiny_model(), args, None, rows, **options).train()
+
+
 @pytest.mark.parametrize("algorithm", ["sft", "distillation"])
 def test_a_function_of_rows_that_was_edited_is_called_again(
     algorithm: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

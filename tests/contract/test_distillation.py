@@ -250,6 +250,10 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
         "column 'student_prompt' is reserved",
     ),
     (
+        {"teacher_prompt": lambda row: row["hnt"]},
+        "teacher_prompt raised KeyError: 'hnt', for row 0 of the dataset. Correct it",
+    ),
+    (
         {"teacher_prompt": lambda row: None},
         "teacher_prompt: column 'teacher_prompt', which is read like column 'prompt': row 0",
     ),

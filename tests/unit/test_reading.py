@@ -35,7 +35,7 @@ BARS: dict[str, float] = {
     "files of a dpo step": 32,
     "functions of a sft step": 146,
     "files of a sft step": 29,
-    "functions from the command line to a trainer": 356,
+    "functions from the command line to a trainer": 342,
     "files from the command line to a trainer": 67,  # one has the options of teachers
     # Classes of ours that one object is made of, at most over the algorithms.
     "classes of a trainer": 4,

@@ -271,11 +271,11 @@ def grpo(scored: ScoredRows, params: GrpoParams) -> Advantages:
     """
     totals, groups = scored.totals(), numbered(scored.groups)
     if params.multi_objective_aggregation == "sum_then_normalize":
-        return _result(scored, _divided(centered(totals, groups), totals, groups, params))
+        return _result(scored, totals, _divided(centered(totals, groups), totals, groups, params))
     rewards = scored.rewards.detach().double()
     per_reward = [centered(r, groups) / (group_std(r, groups) + params.advantage_epsilon) for r in rewards.unbind(1)]
     sums = row_totals(torch.stack(per_reward, 1), scored.weights)
-    return _result(scored, sums / (group_std(sums, torch.zeros_like(groups)) + params.advantage_epsilon))
+    return _result(scored, totals, sums / (group_std(sums, torch.zeros_like(groups)) + params.advantage_epsilon))
 
 
 def rloo(scored: ScoredRows, _: AdvantageParams) -> Advantages:
@@ -287,7 +287,7 @@ def rloo(scored: ScoredRows, _: AdvantageParams) -> Advantages:
     """
     totals, groups = scored.totals(), numbered(scored.groups)
     count = group_count(totals, groups)[groups]
-    return _result(scored, centered(totals, groups) * count / (count - 1).clamp(min=1))
+    return _result(scored, totals, centered(totals, groups) * count / (count - 1).clamp(min=1))
 
 
 def reinforce_plus_plus_baseline(scored: ScoredRows, _: AdvantageParams) -> Advantages:
@@ -295,7 +295,8 @@ def reinforce_plus_plus_baseline(scored: ScoredRows, _: AdvantageParams) -> Adva
 
     Source: Hu et al. 2025 (REINFORCE++), arXiv 2501.03262 (REINFORCE++-baseline)
     """
-    return _result(scored, centered(scored.totals(), numbered(scored.groups)))
+    totals = scored.totals()
+    return _result(scored, totals, centered(totals, numbered(scored.groups)))
 
 
 def remax(scored: ScoredRows, _: AdvantageParams) -> Advantages:
@@ -311,7 +312,8 @@ def remax(scored: ScoredRows, _: AdvantageParams) -> Advantages:
     """
     if scored.greedy is None:
         raise ValueError("remax needs the rewards of greedy completions: greedy=None")
-    return _result(scored, scored.totals() - scored.greedy.detach().double())
+    totals = scored.totals()
+    return _result(scored, totals, totals - scored.greedy.detach().double())
 
 
 def opo(scored: ScoredRows, _: AdvantageParams) -> Advantages:
@@ -321,7 +323,8 @@ def opo(scored: ScoredRows, _: AdvantageParams) -> Advantages:
 
     Source: Hao et al. 2025 (OPO), arXiv 2505.23585
     """
-    return _result(scored, centered(scored.totals(), numbered(scored.groups), scored.lengths))
+    totals = scored.totals()
+    return _result(scored, totals, centered(totals, numbered(scored.groups), scored.lengths))
 
 
 def gpg(scored: ScoredRows, params: GpgParams) -> Advantages:
@@ -338,7 +341,7 @@ def gpg(scored: ScoredRows, params: GpgParams) -> Advantages:
     """
     totals, groups = scored.totals(), numbered(scored.groups)
     num_rows, num_useful = (~totals.isnan()).sum(), (~totals.isnan() & (group_std(totals, groups) > 0)).sum()
-    return _result(scored, centered(totals, groups) * num_rows / num_useful.clamp(min=1) / params.f_norm)
+    return _result(scored, totals, centered(totals, groups) * num_rows / num_useful.clamp(min=1) / params.f_norm)
 
 
 def grpo_passk(scored: ScoredRows, params: ScaleParams) -> Advantages:
@@ -359,7 +362,7 @@ def grpo_passk(scored: ScoredRows, params: ScaleParams) -> Advantages:
     second = _group_max(totals.masked_fill(is_best, torch.nan), groups)[groups]
     is_only_best = is_best & (group_sum(is_best.to(totals.dtype), groups)[groups] == 1) & second.isfinite()
     gap = (best - second).where(is_only_best, 0.0)
-    return _result(scored, _divided(gap, totals, groups, params))
+    return _result(scored, totals, _divided(gap, totals, groups, params))
 
 
 def maxrl(scored: ScoredRows, _: AdvantageParams) -> Advantages:
@@ -377,7 +380,7 @@ def maxrl(scored: ScoredRows, _: AdvantageParams) -> Advantages:
         raise ValueError(f"maxrl: a total reward is {float(totals.nan_to_num().min())}: all need to be >= 0")
     mean = (group_sum(totals, groups) / group_count(totals, groups).clamp(min=1))[groups]
     # Non-negative rewards with mean 0 are all 0. Here 0 / 0 gives NaN, which `_result` replaces by 0.
-    return _result(scored, centered(totals, groups) / mean)
+    return _result(scored, totals, centered(totals, groups) / mean)
 
 
 def normalize_rows(advantages: Advantages, *, advantage_epsilon: float) -> Advantages:
@@ -421,6 +424,6 @@ def _group_max(values: Tensor, groups: Tensor) -> Tensor:
     return lowest.scatter_reduce(0, groups, values.nan_to_num(nan=-torch.inf), "amax")
 
 
-def _result(scored: ScoredRows, values: Tensor) -> Advantages:
-    totals, dtype = scored.totals(), scored.rewards.dtype
+def _result(scored: ScoredRows, totals: Tensor, values: Tensor) -> Advantages:
+    dtype = scored.rewards.dtype
     return Advantages(values=values.nan_to_num(nan=0.0).to(dtype), totals=totals.to(dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,8 @@ class Shared:
 
     readers: dict[str, ToolCallReader] = field(default_factory=dict)  # by template and tools
     told: set[str] = field(default_factory=set)  # names of sampling options of clients that are not followed
+    # Renders and tokenizes. It is one, because not every tokenizer may be used by two at once.
+    thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "prefrl-gateway"))
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class Gateway:
                 asked = form.read(body)
                 session = self._session(name)
                 if request.url.path == COUNT:
-                    return JSONResponse({"input_tokens": session.num_tokens(asked)})
+                    return JSONResponse({"input_tokens": await session.num_tokens(asked)})
                 is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
                 reply = await _while_connected(request, session, asked, is_retry)
                 await self.answered(session)

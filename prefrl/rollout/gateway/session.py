@@ -104,6 +104,8 @@ class Session:
         self._last: dict[str, asyncio.Future[Reply]] = {}  # the last answer to each request
         self._unheard: dict[str, list[asyncio.Future[Reply]]] = {}  # those whose clients hung up, by request
         self._heard: set[asyncio.Future[Reply]] = set()
+        # Requests are read one after another, in the order in which they come: equal ones are numbered, see `seed`.
+        self._reading = asyncio.Lock()
 
     def credit(self, reward: float) -> None:
         """Add to the reward of the last turn. May be called from any thread.
@@ -202,7 +204,7 @@ class Session:
         self._heard.add(work)
         return reply
 
-    def num_tokens(self, asked: Asked) -> int:
+    async def num_tokens(self, asked: Asked) -> int:
         """How many ids would be sent for a request.
 
         Raises:
@@ -210,7 +212,7 @@ class Session:
         """
         if not asked.messages:
             raise RequestError("messages: there are none")
-        return len(self._read(asked)[1])
+        return len((await self._read(asked, len(self.turns)))[1])
 
     async def close(self) -> None:
         """End the session: requests that are not answered yet never are.
@@ -245,16 +247,16 @@ class Session:
     async def _answer(self, asked: Asked, *, after: int) -> Reply:
         if self.is_over:
             raise EpisodeOver()
-        policy = self._policy
-        self._check(asked)
-        sample = policy.sampler(asked)
-        request, token_ids = self._read(asked)
-        start = len(token_ids) if request.parent is None else request.parent.start
-        room = self._room(start, token_ids)
-        self.refusal = None
-        number = sum(ids == token_ids for ids in self._sent)
-        self._sent.append(token_ids)
-        self.asked = asked
+        async with self._reading:
+            self._check(asked)
+            sample = self._policy.sampler(asked)
+            request, token_ids = await self._read(asked, after)
+            start = len(token_ids) if request.parent is None else request.parent.start
+            room = self._room(start, token_ids)
+            self.refusal = None
+            number = sum(ids == token_ids for ids in self._sent)
+            self._sent.append(token_ids)
+            self.asked = asked
         limit = room if asked.max_tokens is None else min(room, asked.max_tokens)
         seed = self._seed(token_ids, number)
         completion = await sample(token_ids, limit, seed)
@@ -273,15 +275,22 @@ class Session:
             # No status that clients take for a reason to try again.
             raise self._refused("max_turns", RequestError(f"this episode may have at most {limit} turns (max_turns)"))
 
-    def _read(self, asked: Asked) -> tuple[_Request, list[int]]:
-        """What a request goes on from, and the ids to send for it.
+    async def _read(self, asked: Asked, known: int) -> tuple[_Request, list[int]]:
+        """What a request goes on from, among the first `known` turns, and the ids to send for it.
+
+        A template renders a long conversation several times, which takes a tenth of a second or more: a thread does
+        it, so that the event loop goes on with other sessions. The thread changes nothing of the session.
 
         Raises:
             RequestError: The chat template cannot show it.
         """
-        try:
-            request = self._request(asked)
+
+        def read() -> tuple[_Request, list[int]]:
+            request = self._request(asked, self._nodes[:known])
             return request, self._context(request)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._policy.shared.thread, read)
         except (ConfigError, DataError) as error:
             raise RequestError(str(error)) from error
 
@@ -289,7 +298,7 @@ class Session:
         self.refusal = reason, str(error)
         return error
 
-    def _request(self, asked: Asked) -> _Request:
+    def _request(self, asked: Asked, nodes: Sequence[_Node]) -> _Request:
         """What a request goes on from: the turn that has most of it.
 
         The rest of a conversation's tokens are for what has all of its first request; the ids of answers are sent
@@ -300,7 +309,7 @@ class Session:
         best: tuple[int, int] = (0, 0)
         node = parent = None
         longest = 0
-        for one in self._nodes:
+        for one in nodes:
             common = common_prefix_length(asked.messages, one.seen)
             if common >= one.root and common > longest:  # of equal ones, the first: others went on from it
                 parent, longest = one, common

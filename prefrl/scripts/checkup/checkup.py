@@ -153,7 +153,7 @@ def check_before(
             except DataError as error:
                 tokenized = _all_tokenized(subject, part, trained, error)
         if number == 0 and len(tokenized):
-            share = check_memory(subject, tokenized, Batches.of(subject, _num_rows(dataset)))
+            share = check_memory(subject, tokenized, Batches.of(subject, dataset))
     if subject.is_online and config.use_vllm:
         check_servers(Section("Server"), subject)
     return share
@@ -277,7 +277,7 @@ def _check_sizes(
 ) -> Batches:
     """Batches and processes."""
     with checkup.section("Batches") as section:
-        batches = Batches.of(subject, _num_rows(raw))
+        batches = Batches.of(subject, raw)
         batches.report(section)
         if launch is not None and launch.num_processes is None and subject.config.device.type != "cpu":
             section.note("the sizes are those of one process; a run without num_processes starts one for each GPU")
@@ -298,8 +298,3 @@ def _check_cost(
     if costs is not None:
         with checkup.section("Forecast") as section:
             show_forecast(section, subject, rows, batches, Costs.read(costs))
-
-
-def _num_rows(dataset: Any) -> int | None:
-    """The rows of a dataset; None: it is a stream."""
-    return None if isinstance(dataset, datasets.IterableDataset) else len(dataset)

@@ -276,9 +276,9 @@ class Batches:
     note: str = ""
 
     @classmethod
-    def of(cls, subject: Subject, num_rows: int | None) -> Batches:
-        """From the options and the number of dataset rows; None: a stream."""
-        config = subject.config
+    def of(cls, subject: Subject, dataset: Any) -> Batches:
+        """From the options and the dataset, which may be a stream."""
+        config, num_rows = subject.config, None if isinstance(dataset, datasets.IterableDataset) else len(dataset)
         per_device = config.rows_per_micro_batch
         if not isinstance(per_device, int):  # auto
             return cls(("sizes that are 'auto' are determined when the run begins",), 1, 1, num_rows, None)

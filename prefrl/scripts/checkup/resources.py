@@ -177,11 +177,15 @@ def footprint_of(subject: Subject, batch: MicroBatch) -> Footprint:
     kept = activations_of(model, batch.num_fed, peft_config=adapter, autocast=autocast)
     head = head_bytes(model, batch.num_scored, device=config.device)
     is_cut = config.gradient_accumulation_steps > 1 or config.max_tokens_per_micro_batch is not None
+    cache = 0
+    if subject.is_online and not config.use_vllm:
+        num_rows = batch.num_rows * config.micro_batches_per_generation
+        cache = cache_bytes(model, num_rows=num_rows, num_tokens=batch.prompt + config.longest_completion)
     return Footprint(
         **_kept_between_steps(subject, weights),
         gradients=weights.trained,
         activations=kept.peak(head, checkpointed=bool(config.activation_checkpointing)),
-        cache=_cache(subject, batch),
+        cache=cache,
         first_gradients=weights.trained if is_cut else weights.head,
     )
 
@@ -309,15 +313,6 @@ def _stored(subject: Subject, total: int) -> int:
     embedding = subject.model.get_input_embeddings().weight
     outside = embedding.numel() * embedding.element_size()
     return int(outside + (total - outside) * bits / (8 * embedding.element_size()))
-
-
-def _cache(subject: Subject, batch: MicroBatch) -> int:
-    config = subject.config
-    if not subject.is_online or config.use_vllm:
-        return 0
-    length = batch.prompt + config.longest_completion
-    num_rows = batch.num_rows * config.micro_batches_per_generation
-    return cache_bytes(subject.model, num_rows=num_rows, num_tokens=length)
 
 
 def large_micro_batch(subject: Subject, rows: datasets.Dataset, batches: Batches) -> MicroBatch:

@@ -174,9 +174,7 @@ def with_teacher_prompts(
     check_not_reserved(dataset, (_PROMPT_IDS, *aside.values()))
     if not isinstance(prompt, str):
         check_not_reserved(dataset, ("teacher_prompt",))
-        make = prompt
-        dataset = map_anew(dataset, lambda row: {"teacher_prompt": make(row)})
-        prompt = "teacher_prompt"
+        dataset, prompt = map_anew(dataset, prompt, "teacher_prompt", "teacher_prompt"), "teacher_prompt"
     columns = [column for column in get_dataset_column_names(dataset) if column not in aside]
     if prompt not in columns:
         raise DataError(

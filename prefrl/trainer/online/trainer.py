@@ -366,10 +366,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         # A new training run may count steps from 0 again, so step numbers no longer identify weight versions.
         self.prompts.begin(self.plan.units_left.start)
         self.generator.invalidate()
-        self._begin_journal()
-
-    def _begin_journal(self) -> None:
-        """Find the rollouts that an interrupted run has left after its checkpoint."""
+        # The rollouts that an interrupted run has left after its checkpoint.
         if self.start.changed:  # what was learned from them belongs to other settings
             self.journal.forget(from_step=self.plan.position)
         needed, each = self.plan.units_left, self.plan.unit

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import processors
 from transformers import ByT5Tokenizer
 
-from prefrl.data.tokenize import completion_text, prepare_prompt_dataset, prepare_sft_dataset
+from prefrl.data.tokenize import decoded_completion, prepare_prompt_dataset, prepare_sft_dataset
 from prefrl.errors import ConfigError, DataError
 from tests.assets import tiny_tokenizer
 from tests.unit.data import templates
@@ -446,11 +446,11 @@ def test_from_value_prompts_reach_the_rewards_as_messages():
     assert text_of(rows[0]["prompt_ids"]) == "<|user|>hi<|end|><|assistant|>"
 
 
-def test_completion_text_leaves_special_tokens_out():
+def test_decoded_completion_leaves_special_tokens_out():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("#### 4<|end|>")["input_ids"]
-    assert completion_text(tokenizer, ids, conversational=False) == "#### 4"
-    assert completion_text(tokenizer, ids, conversational=True) == [{"role": "assistant", "content": "#### 4"}]
+    assert decoded_completion(tokenizer, ids, conversational=False) == "#### 4"
+    assert decoded_completion(tokenizer, ids, conversational=True) == [{"role": "assistant", "content": "#### 4"}]
 
 
 def test_prompt_that_starts_twice_is_warned_of(caplog):

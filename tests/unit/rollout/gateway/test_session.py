@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -175,6 +176,29 @@ def test_which_of_parallel_turns_ends_first_changes_nothing(ends: tuple[int, ...
         world.template.tokenizer.decode(turn.completion.token_ids[:-1]) for turn in session.turns
     ]
     assert session.turn_rewards == [0, 0, 0, 0, 0.5, 0.25]
+
+
+def test_chats_are_read_beside_the_event_loop_in_the_order_in_which_they_come() -> None:
+    """Equal requests differ in their seeds by their order, and no more are answered than there may be turns."""
+    world = World("one", "two", max_turns=2)
+    read, may_go_on, threads = world.session._context, threading.Event(), []
+
+    def context(request: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        assert may_go_on.wait(20), "the event loop waits"
+        return read(request)
+
+    async def work() -> Any:
+        asked = [asyncio.ensure_future(world.ask([ASK], max_tokens=limit)) for limit in (5, 6, 7)]
+        await asyncio.sleep(0.05)
+        may_go_on.set()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    world.session._context = context
+    *_, refused = run(work)
+    assert threading.main_thread() not in threads
+    assert [(limit, seed) for _, limit, seed in world.sent] == [(5, 7), (6, 8)]
+    assert isinstance(refused, RequestError)
 
 
 # Requests that are asked again.
