@@ -43,7 +43,7 @@ def test_runs_of_two_processes_survive_the_kill_of_one(results: list[dict[str, A
 def rows_of(run: Path, kind: str, step: int) -> list[dict[str, Any]]:
     """Of the files of all ranks."""
     return [
-        row for path in sorted(run.glob(f"completions/{kind}_{step:05d}_*")) for row in pq.read_table(path).to_pylist()
+        row for path in sorted(run.glob(f"completions/{kind}_{step:05d}*")) for row in pq.read_table(path).to_pylist()
     ]
 
 
@@ -59,7 +59,7 @@ def test_the_tokens_of_all_ranks_are_recorded_once_and_shown(folder: Path, backe
         assert steps == [rows_of(whole, "tokens", first + i) for i in range(STEPS_OF_A_GENERATION)]
         for visit in (steps[:2], steps[2:]):
             assert Counter((row["group"], *row["response_ids"]) for rows in visit for row in rows) == sampled
-        paths = sorted(run.glob(f"completions/completions_{first:05d}_*"))
+        paths = sorted(run.glob(f"completions/completions_{first:05d}*"))
         wanted = [(row["group"], row["rollout"]) for row in rows_of(run, "completions", first)]
         shown = turns_of(run, paths, wanted, first=first, end=first + STEPS_OF_A_GENERATION).turns
         assert len(shown) == len(wanted)
