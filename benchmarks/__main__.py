@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None, *, measure: Measure = measure, 
     report.rows.extend(run_workloads(workloads, options, measure))
     report.write(path)
     print(f"\n{report.markdown()}")
-    print(f"Gates missed: {', '.join(row.name for row in report.missed()) or 'none'}. Raw figures: {path}")
+    missed = [f"{row.name} ({', '.join(row.misses())})" for row in report.missed()]
+    print(f"Gates missed: {', '.join(missed) or 'none'}. Raw figures: {path}")
     for row in report.failed():
         print(f"FAILED {row.name}: {'; '.join(row.problems)}", file=sys.stderr)
     return int(bool(report.failed()))

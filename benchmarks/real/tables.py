@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.report import Row
+from benchmarks.report import HEADS, Row
 
 __all__ = ["failures", "tables"]
 
@@ -65,8 +65,7 @@ def _agreement(rows: Rows) -> str:
 
 
 def _performance(rows: Rows) -> str:
-    heads = ("workload", "TRL, s", "prefrl, s", "TRL / prefrl (range)", "TRL, MiB", "prefrl, MiB", "TRL / prefrl")
-    return _markdown(heads, [Row.from_json(row).cells()[: len(heads)] for row in rows])
+    return _markdown(HEADS, [Row.from_json(row).cells() for row in rows])
 
 
 def _logprobs(rows: Rows) -> str:

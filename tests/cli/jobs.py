@@ -28,7 +28,7 @@ SCONTROL = """#!/bin/bash
 [[ "$1 $2" == "show hostnames" ]] && tr , '\\n' <<< "$3"
 """
 # Stands for `prefrl`: writes down how it was called. A server runs until it is ended, or fails if it is told to.
-# Training ends when there is a server: its end is the end of the server, too.
+# Training ends when there is a server, and fails if it is told to: its end is the end of the server, too.
 RECORDER = """#!{python}
 import json, os, sys, time
 from pathlib import Path
@@ -43,6 +43,7 @@ if serves:
     time.sleep(600)
 while not is_up.exists():
     time.sleep(0.05)
+sys.exit(int(os.environ.get("TRAINING_FAILS", "0")))
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import types
@@ -18,10 +19,12 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.launch import launch_options
 from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import read
+from prefrl.scripts.launch.processes import with_variable
 from prefrl.scripts.launch.vllm_serve import ServeArguments
 from prefrl.scripts.main import main
 from prefrl.scripts.schema import SchemaParser
 from tests.cli.jobs import RECORDER, ROOT, executable, free_port, run_job
+from tests.patience import wait_until
 
 # Stands for the Python of an environment: what it runs is `python -m prefrl.scripts.main ...`.
 PYTHON = """#!/bin/bash
@@ -93,6 +96,17 @@ def test_a_written_script_starts_servers_and_training_on_their_nodes(
     (of_servers,) = (step for step in steps if "--kill-on-bad-exit=0" in step)
     assert "--nodelist=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4" in of_training
     assert {"--nodelist=127.0.0.5,127.0.0.6", "--no-kill"} <= of_servers
+
+
+def test_the_end_of_training_is_that_of_the_job_and_of_its_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = written(tmp_path, monkeypatch, *CLUSTER, "--write", "slurm")
+    python = str(executable(tmp_path / "env/bin/python", PYTHON))
+    recorder = RECORDER.format(python=sys.executable)
+    variables = {"TRAINER_PYTHON": python, "SERVER_PYTHON": python, "TRAINING_FAILS": "7"}
+    assert run_job(script, tmp_path, 6, recorder, **variables) in (7, 128 + signal.SIGTERM)  # others were ended
+    assert wait_until(lambda: not with_variable("RECORDS", str(tmp_path)))
 
 
 # The fields of a JobSet that are written, as in its definition (v1alpha2, config/components/crd/bases of

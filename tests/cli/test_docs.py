@@ -421,6 +421,15 @@ def test_words_that_people_type_are_on_the_page_that_they_want(word: str, page: 
     assert re.search(WITHIN.get(word, rf"^#+ .*{re.escape(word)}"), text, re.M | re.I)
 
 
+@pytest.mark.parametrize(("word", "page"), WORDS.items())
+def test_the_search_of_the_site_finds_these_words(word: str, page: str) -> None:
+    """It looks for beginnings of the words that its separator leaves of a page."""
+    (separator,) = re.findall(r"separator: '(.*)'", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = re.split(separator, text.replace("`", " ").lower())
+    assert all(any(one.startswith(part) for one in found) for part in re.split(separator, word.lower()))
+
+
 def test_the_site_has_each_page_in_its_navigation_and_the_search_none_of_the_python_api() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}

@@ -27,6 +27,12 @@ def best_of_group(scored):
     values = scored.totals()
     return Advantages(values=values - values.max(), totals=values)
 
+def centered(scored, *, factor):
+    values = scored.totals()
+    same = (scored.groups[:, None] == scored.groups[None, :]) & ~values.isnan()[None, :]
+    mean = (same * values.nan_to_num(nan=0.0)).sum(1) / same.sum(1).clamp(min=1)
+    return Advantages(values=((values - mean) * factor).nan_to_num(nan=0.0), totals=values)
+
 def others(scored, *, share):
     values = scored.totals()
     known = values.nan_to_num(nan=0.0)
@@ -65,6 +71,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 SURROGATE = ["my_losses:surrogate", "--hyperparameters", "scale=1"]
 OF_ROWS = [*SURROGATE, "--level", "sequence_sum", "--reduction", "sequence_mean"]
 OTHERS = ["my_losses:others", "--kind", "advantage", "--hyperparameters"]
+# Unbiased with as many completions of a prompt as make the factor N / (N - 1).
+CENTERED = ["my_losses:centered", "--kind", "advantage", "--claim", "on_policy_unbiased", "--hyperparameters"]
 K1 = ["my_losses:k1", "--kind", "kl"]
 
 
@@ -82,7 +90,9 @@ K1 = ["my_losses:k1", "--kind", "kl"]
         pytest.param(["my_losses:surrogate", "--hyperparameters", "scale=-1"], 1, id="sign"),
         pytest.param(["my_losses:all_tokens"], 1, id="reads tokens that are not trainable"),
         pytest.param([*OTHERS, "share=1", "--claim", "unbiased"], 0, id="advantage"),
-        pytest.param([*OTHERS, "share=1", "--claim", "unbiased", "--group_size", "3"], 0, id="advantage of three"),
+        pytest.param([*CENTERED, "factor=2"], 0, id="advantage of two"),
+        pytest.param([*CENTERED, "factor=2", "--group_size", "3"], 1, id="advantage of two, of three completions"),
+        pytest.param([*CENTERED, "factor=1.5", "--group_size", "3"], 0, id="advantage of three"),
         pytest.param([*OTHERS, "share=0.5", "--claim", "on_policy_unbiased"], 1, id="half of an advantage"),
         pytest.param(["my_losses:best_of_group", "--kind", "advantage"], 1, id="advantage from all groups"),
         pytest.param([*K1, "--claim", "on_policy_unbiased"], 1, id="k1 as a loss"),

@@ -26,7 +26,8 @@ from tests.distributed.backends import enter
 from tests.distributed.cases import ADAM, Case
 from tests.distributed.worker import make, weights_of
 
-CASE = Case("grpo", {**ADAM, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.04})
+REUSE = {"steps_per_generation": 2, "num_iterations": 2}
+CASE = Case("grpo", {**ADAM, **REUSE, "beta": 0.04, "journal_tokens": True})
 SAVING = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "rows": 40, "logging_steps": 99}
 SECONDS_FOR_THE_OTHER = 180  # moments on a quiet machine; a process group's own time-out is 30 minutes
 

@@ -1,16 +1,20 @@
 """Where the time of an online step goes on other numbers of devices, from costs that were measured or are assumed.
 
-With F FLOPs of training and scoring passes at f FLOP/s, C completions of m tokens on average and at most l, T devices
+With F FLOPs of training and scoring passes at f FLOP/s, C completions of m tokens on average and at most l, D devices
 that train and S servers, which spend d seconds on a decoding step and t more on each of its tokens:
 
-    training    F / (T f), or 3 w B / n if that is more: for each of B micro-batches, the w bytes of the weights are
-                gathered twice and their gradients reduced once, at n bytes/s
-    generation  d l + t C m / S            a batch from its beginning to its end
-    steady      d m / (a + 1) + t C m / S  what a batch takes of a server that always has a + 1 batches
+    training    T = F / (D f), or 3 w B / n if that is more: for each of B micro-batches, the w bytes of the weights
+                are gathered twice and their gradients reduced once, at n bytes/s
+    tokens      k = t C m / S
+    generation  d l + k     a batch that has the servers for itself
 
-    sync        generation + training
-    overlap     max(generation, training)
-    async       max(steady, training, generation / (a + 1)): a batch has to end within a + 1 steps
+    sync        generation + T
+    overlap     max(generation, T)
+    async       max(T, s)   with the s that solves  d l / (1 - k / s) = (a + 1) s - T
+
+In mode "async", a step of s seconds asks for the batch of the step that is a steps later, and then waits for its own.
+So a batch has (a + 1) s - T seconds from its request to the training that needs it: that is the right side. The left
+side is what it takes beside the others, whose tokens take the share k / s of the servers' time.
 
 To each of them, the transfer of the weights and the rest of the step are added. It is assumed that these costs hold
 for any number of completions on a server, and that a step has the same batch on all numbers of devices. Whether the
@@ -24,6 +28,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 import datasets
@@ -106,10 +111,14 @@ class Costs:
         seconds = sum(step["perf/flops"] / (step["perf/tflops_per_s"] * 1e12) for step in steps)
         generation = np.array([step["time/generation_s"] for step in steps])
         sizes = np.array([[step["completions/max_length"], step["sampled"]] for step in steps])
+        most = max(step["completions"] for step in steps)
+        is_cut_off = any(step.get("completions/clipped_ratio", 1.0) for step in steps)
+        longest = fmean(step["completions/max_length"] for step in steps if step["completions"] == most)
         return cls(
             flops / seconds,
             *_nonnegative(sizes, generation),
             mean_length=float(sum(sizes[:, 1])) / sum(step["completions"] for step in steps),
+            longest=None if is_cut_off else longest,
             weights=_mean(steps, ["weight_sync"]),
             rest=_mean(steps, _REST),
         )
@@ -157,11 +166,10 @@ def forecast(
         training = max(training, 3 * work.weight_bytes * work.micro_batches / costs.network)
     tokens = costs.decode_token * work.completions * work.mean_length / servers
     batch = costs.decode_step * work.longest + tokens
-    steady = costs.decode_step * work.mean_length / (ahead + 1) + tokens
     generation, step = {
         "sync": (batch, batch + training),
         "overlap": (batch, max(batch, training)),
-        "async": (steady, max(steady, training, batch / (ahead + 1))),
+        "async": _ahead_of_training(batch, tokens, training, ahead),
     }[mode]
     return {
         "generation": generation,
@@ -170,6 +178,14 @@ def forecast(
         "rest": costs.rest,
         "step": step + costs.weights + costs.rest,
     }
+
+
+def _ahead_of_training(batch: float, tokens: float, training: float, ahead: int) -> tuple[float, float]:
+    """What a batch takes beside others, and the step, in mode "async": see the module."""
+    steps, held = batch - tokens, ahead + 1  # seconds of decoding steps; batches that may be on a server
+    half = (training + held * tokens + steps) / 2
+    step = max(training, (half + math.sqrt(half**2 - held * tokens * training)) / held)
+    return max(batch, steps * step / (step - tokens) if step > tokens else 0.0), step
 
 
 def best_split(work: Work, costs: Costs, devices: int, mode: Mode, *, ahead: int = 1) -> tuple[int, dict[str, float]]:
@@ -246,9 +262,7 @@ def show_forecast(section: Section, subject: Subject, rows: datasets.Dataset, ba
     if not subject.is_online:
         raise ConfigError("costs: are those of runs that sample completions. Leave it out.")
     work = work_of(subject, rows, batches, costs)
-    devices, ahead = int(config.world_size), 1 if config.generation_mode == "sync" else int(config.max_staleness)
-    servers = len(config.server_urls) if config.use_vllm else devices
-    here = forecast(work, costs, trainers=devices, servers=servers, mode=config.generation_mode, ahead=ahead)
+    here, ahead = forecast_of(subject, work, costs), _ahead(config)
     parts = ", ".join(f"{name} {time_of(here[name])}" for name in here if name != "step" and here[name])
     section.note(f"a step takes about {time_of(here['step'])} ({parts})")
     table = Table("devices", *MODES, title="a step, and the servers among them")
@@ -259,10 +273,26 @@ def show_forecast(section: Section, subject: Subject, rows: datasets.Dataset, ba
     section.shown.append(table)
 
 
+def forecast_of(subject: Subject, work: Work, costs: Costs) -> dict[str, float]:
+    """`forecast` with the processes, the servers and the mode of a run."""
+    config, devices = subject.config, int(subject.config.world_size)
+    servers = len(config.server_urls) if config.use_vllm else devices
+    return forecast(work, costs, trainers=devices, servers=servers, mode=config.generation_mode, ahead=_ahead(config))
+
+
+def _ahead(config: Any) -> int:
+    if config.generation_mode != "async":  # which alone reads it
+        return 1
+    # With order='ready', half as many batches are requested ahead, and steps take as long.
+    return max(int(config.max_staleness) // int(config.steps_of_a_generation), 1)
+
+
 def work_of(subject: Subject, rows: datasets.Dataset, batches: Batches, costs: Costs) -> Work:
     """What a step does whose prompts and completions are of mean length."""
     config, completions = subject.config, batches.rows_per_step
-    longest = costs.longest or float(config.longest_completion)
+    longest = float(config.longest_completion)
+    if costs.longest is not None and not config.ignore_eos:
+        longest = min(costs.longest, longest)
     mean_length = longest if config.ignore_eos else min(costs.mean_length, longest)
     prompts = np.minimum(row_lengths(rows)["prompt_ids"], config.length_bound.max_length or np.inf)
     scored = completions * mean_length

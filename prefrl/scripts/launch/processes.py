@@ -286,9 +286,10 @@ def _guard(session: int, seconds: float) -> None:
 
 
 def _kill_session(session: int, segments: Iterable[Path]) -> None:
-    """Kill the processes of a session, and remove what they leave of the shared memory that they used."""
+    """Kill the processes of a session, and remove what is left of the shared memory that they use, or used before."""
+    left = {*segments, *_shared_memory(session)}  # an engine that was starting has only now got some
     kill_all(lambda: of_session(session), seconds=_KILL_SECONDS)
-    for path in segments:
+    for path in left:
         path.unlink(missing_ok=True)
 
 

@@ -41,7 +41,7 @@ def test_equal_work_ends_well_even_if_a_gate_is_missed(tmp_path: Path, capsys: p
     assert written["rows"][0]["trl"]["cpu_s"] == [3.0, 3.0]
     output = capsys.readouterr().out
     assert "**3.00** (3.00 to 3.00)" in output
-    assert "Gates missed: dpo." in output
+    assert "Gates missed: dpo (time 3.00 < 3.2)." in output
 
 
 def test_unequal_work_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ WORK = Work(flops=16e12, completions=64, longest=400, mean_length=100)
     [
         ("sync", 4 + 3.2, 4 + 3.2 + 4),
         ("overlap", 4 + 3.2, 4 + 3.2),
-        ("async", 0.25 + 3.2, 4),  # training takes longer
+        ("async", 13.947185, 4.486796),  # 4 / (1 - 3.2 / s) = 4 s - 4
     ],
 )
 def test_a_step_is_what_its_phases_take_beside_each_other(mode: Mode, generation: float, step: float) -> None:
@@ -32,9 +32,28 @@ def test_a_step_is_what_its_phases_take_beside_each_other(mode: Mode, generation
     assert found["step"] == pytest.approx(step + 0.75)
 
 
-def test_ahead_of_training_the_slowest_completion_bounds_a_step() -> None:
-    found = [forecast(WORK, COSTS, trainers=32, servers=8, mode="async", ahead=ahead)["step"] for ahead in (1, 9)]
-    assert found == pytest.approx([(4 + 0.8) / 2 + 0.75, 1 / 10 + 0.8 + 0.75])
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+@pytest.mark.parametrize("servers", [1, 8, 64])
+def test_ahead_of_training_a_batch_ends_just_in_time_beside_the_others(servers: int, ahead: int) -> None:
+    found = forecast(WORK, COSTS, trainers=8, servers=servers, mode="async", ahead=ahead)
+    training, tokens, step = 2.0, 6.4 / servers, found["step"] - 0.75
+    has_to_end = (ahead + 1) * step - training
+    assert step >= max(training, tokens)
+    if step > training:  # the servers are what is waited for
+        assert found["generation"] == pytest.approx(4 / (1 - tokens / step)) == pytest.approx(has_to_end)
+    else:
+        assert found["generation"] <= has_to_end
+
+
+def test_far_ahead_of_training_only_tokens_or_training_bound_a_step() -> None:
+    found = [forecast(WORK, COSTS, trainers=8, servers=count, mode="async", ahead=10**6)["step"] for count in (1, 64)]
+    assert found == pytest.approx([6.4 + 0.75, 2.0 + 0.75], rel=1e-4)
+
+
+def test_a_batch_that_only_takes_tokens_bounds_a_step_by_them() -> None:
+    costs = Costs(flops=1e12, decode_step=0, decode_token=0.001, mean_length=100)
+    found = forecast(WORK, costs, trainers=8, servers=1, mode="async", ahead=2)
+    assert (found["generation"], found["step"]) == pytest.approx((6.4, 6.4))
 
 
 def test_gathering_weights_bounds_training_on_several_devices() -> None:
@@ -84,6 +103,15 @@ def test_costs_of_runs_explain_their_steps(tmp_path: Path) -> None:
         mean_length=pytest.approx(50 / 3),
         rest=pytest.approx(0.5),
     )
+
+
+def test_the_longest_completion_is_that_of_large_batches_unless_some_were_cut_off(tmp_path: Path) -> None:
+    steps = [step(most, 10, seconds=1.0, **{"completions/clipped_ratio": 0.0}) for most in (99, 30, 40)]
+    few = write_run(tmp_path / "few", [{**row, "completions/max_length": 20} for row in steps], num_generations=2)
+    many = write_run(tmp_path / "many", steps)
+    assert Costs.read([few, many]).longest == pytest.approx(35)
+    cut_off = write_run(tmp_path / "cut_off", [*steps, {**steps[0], "completions/clipped_ratio": 0.25}])
+    assert Costs.read([few, cut_off]).longest is None
 
 
 def test_steps_of_one_size_are_explained_by_their_tokens(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from prefrl.scripts.report import LivePage, serve
 from prefrl.scripts.report_page import page
+from prefrl.types import Completion, Turn
 from tests.unit.scripts.test_report import rollout, run_folder, write_batch, write_metrics
 from tests.unit.scripts.test_report_tokens import REFERENCE, with_tokens, write_episode, write_record
 
@@ -45,13 +49,31 @@ def folders_of_two_runs(folder: Path) -> list[Path]:
     for number, run in enumerate(folders):
         rows = [{"step": i, "reward": (i * 7919 % 13) / 13 + number, "loss": 1.0} for i in range(1, 60)]
         write_metrics(run, rows)
-        write_batch(run, 3, [rollout(0, f"words of {run.name}", 0.5), rollout(1, "x", 1.0, prompt="2+2=")])
+        cut_off = [Turn([1, 2], Completion([5], "length", [-0.1], [True], [0]))]
+        long = replace(rollout(1, "x", 1.0, prompt="2+2="), turns=cut_off)
+        write_batch(run, 3, [rollout(0, f"Words of {run.name}", 0.5), long])
     return folders
 
 
 def opened(tab: Any, folders: list[Path], file: Path) -> None:
     file.write_text(page(folders), encoding="utf-8")
     tab.goto(file.as_uri())
+
+
+def heights_of(path: str | None) -> list[float]:
+    """Of the points of an SVG path, from the top."""
+    return [float(point.split(" ")[1]) for point in (path or "M")[1:].split("L")]
+
+
+def smoothed(values: list[float], *, weight: float) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation up to each value, whose weight falls by a factor with each one after it."""
+    means, deviations = [], []
+    for end in range(1, len(values) + 1):
+        weights = [weight ** (end - 1 - i) for i in range(end)]
+        means.append(sum(map(operator.mul, weights, values)) / sum(weights))
+        squares = [(value - means[-1]) ** 2 for value in values[:end]]
+        deviations.append(math.sqrt(sum(map(operator.mul, weights, squares)) / sum(weights)))
+    return means, deviations
 
 
 def test_curves_are_smoothed_and_runs_hidden_as_chosen(shown: Any, tmp_path: Path) -> None:
@@ -64,12 +86,11 @@ def test_curves_are_smoothed_and_runs_hidden_as_chosen(shown: Any, tmp_path: Pat
         shown.keyboard.press("ArrowRight")
     assert plot.locator("path.band").count() == plot.locator("path.raw").count() == 2
     assert plot.locator("path.raw.line0").get_attribute("d") == raw
-    heights = [
-        float(word.split(" ")[1])
-        for word in (plot.locator("path.line0").last.get_attribute("d") or "M")[1:].split("L")
-    ]
-    raw_heights = [float(word.split(" ")[1]) for word in (raw or "M")[1:].split("L")]
-    assert max(heights[20:]) - min(heights[20:]) < 0.3 * (max(raw_heights) - min(raw_heights))
+    means, deviations = smoothed(heights_of(raw), weight=0.9)
+    assert heights_of(plot.locator("path.line0").last.get_attribute("d")) == pytest.approx(means, abs=0.1)
+    band = heights_of(plot.locator("path.band.fill0").get_attribute("d"))
+    width = [low - high for high, low in zip(band[: len(means)], reversed(band[len(means) :]), strict=True)]
+    assert width == pytest.approx([2 * deviation for deviation in deviations], abs=0.2)
     shown.get_by_label("b", exact=True).uncheck()
     assert plot.locator(".line1").count() == 0
     assert plot.locator(".line0").count() == 2
@@ -79,21 +100,31 @@ def test_completions_are_found_by_their_words(shown: Any, tmp_path: Path) -> Non
     opened(shown, folders_of_two_runs(tmp_path), tmp_path / "page.html")
     articles = shown.locator("#completions article:visible")
     assert articles.count() == 2
-    shown.get_by_label("completions with").fill("Words OF a")
+    shown.get_by_label("completions with").fill("words OF a")
     assert articles.count() == 1
     shown.get_by_label("only cut off").check()
     assert articles.count() == 0
     assert shown.get_by_text("No completion is as wanted.").is_visible()
+    shown.get_by_label("completions with").fill("")
+    assert "2+2=" in articles.inner_text()
+    assert not shown.get_by_text("No completion is as wanted.").is_visible()
 
 
-def test_a_curve_is_read_with_the_keyboard(shown: Any, tmp_path: Path) -> None:
+def test_a_curve_is_read_with_the_keyboard_and_the_pointer(shown: Any, tmp_path: Path) -> None:
     opened(shown, folders_of_two_runs(tmp_path), tmp_path / "page.html")
     shown.get_by_role("img", name="Curve of reward. Arrow keys show its values.").focus()
     shown.keyboard.press("ArrowLeft")
     tip = shown.locator('.chart[data-metric="reward"] [role="status"]')
-    assert tip.inner_text().startswith("a, step 59: ")
+    assert tip.inner_text() == "a, step 59: 0.0769 | b, step 59: 1.08"
     shown.keyboard.press("ArrowLeft")
-    assert tip.inner_text().startswith("a, step 58: ")
+    assert tip.inner_text() == "a, step 58: 0.923 | b, step 58: 1.92"
+    for _ in range(2):  # there is none after the last
+        shown.keyboard.press("ArrowRight")
+    assert tip.inner_text().startswith("a, step 59: ")
+    shown.locator('.chart[data-metric="reward"] svg').hover()  # its middle: 134 / 308 of 58 steps
+    assert tip.inner_text().startswith("a, step 26: ")
+    shown.mouse.move(0, 0)
+    assert not tip.is_visible()
 
 
 def test_a_live_page_changes_and_what_the_reader_chose_stays(shown: Any, tmp_path: Path) -> None:
@@ -105,12 +136,33 @@ def test_a_live_page_changes_and_what_the_reader_chose_stays(shown: Any, tmp_pat
         shown.get_by_label("completions with").fill("words")
         chart = shown.get_by_role("img", name="Curve of reward. Arrow keys show its values.")
         chart.focus()
+        with shown.expect_response(lambda answer: answer.status == 304, timeout=60_000):
+            pass  # the first answer is the whole page
+        shown.evaluate("document.querySelector('main').id = 'same'")
+        with shown.expect_response(lambda answer: answer.url.startswith("http"), timeout=60_000):
+            pass
+        assert shown.locator("main").get_attribute("id") == "same", "nothing is new"
         write_metrics(folders[0], [{"step": i, "reward": 2.0, "loss": 1.0} for i in range(1, 71)])
         shown.locator('.chart[data-metric="reward"] text', has_text="70").wait_for(timeout=60_000)
         assert shown.locator("#completions article:visible").count() == 1
         assert shown.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Curve of reward.")
         shown.goto("about:blank")  # it would miss the server
         server.shutdown()
+
+
+def test_a_live_page_says_that_its_server_is_gone_and_goes_on_when_it_is_back(chromium: Any, tmp_path: Path) -> None:
+    live = LivePage(folders_of_two_runs(tmp_path))
+    tab, port = chromium.new_page(), 0
+    for _ in range(2):
+        with serve(live, port) as server:
+            port = server.server_port
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            if tab.url == "about:blank":
+                tab.goto(f"http://127.0.0.1:{port}{live.path}")
+            tab.locator("#status", has_not_text="the server does not answer").wait_for(timeout=60_000)
+            server.shutdown()
+        tab.locator("#status", has_text="the server does not answer").wait_for(timeout=60_000)
+    tab.close()
 
 
 COLORS = ["logprob", "ratio", "advantage", "kl", "teacher_kl"]
@@ -130,18 +182,19 @@ def test_tokens_have_the_colors_of_the_chosen_quantity_and_its_legend(shown: Any
     found = {}
     for color in COLORS:
         shown.get_by_label("colors of tokens").select_option(color)
-        found[color] = backgrounds(shown)
         assert shown.locator(".of-color:visible").count() == 1
         legend = shown.locator(f'[data-of="{color}"]')
         assert legend.is_visible()
-        keys = legend.locator(".key span").evaluate_all("all => all.map(key => getComputedStyle(key).backgroundColor)")
-        assert {*found[color]} <= {*keys, "rgba(0, 0, 0, 0)"}
-        assert len({*keys}) == len(keys)
-    none = "rgba(0, 0, 0, 0)"
-    assert [background == none for background in found["ratio"]] == [True, False, False]  # 1, e, 1 / e
-    assert found["ratio"][1] != found["ratio"][2]
-    assert [background == none for background in found["kl"]] == [True, False, False]
-    assert found["teacher_kl"] == [none] * 3
+        keys = legend.locator(".key span")
+        colors = keys.evaluate_all("all => all.map(key => getComputedStyle(key).backgroundColor)")
+        assert len({*colors}) == len(colors)
+        words = {"rgba(0, 0, 0, 0)": "none"} | dict(zip(colors, keys.all_inner_texts(), strict=True))
+        found[color] = [words[background] for background in backgrounds(shown)]
+    assert found["logprob"] == ["-0.5 and above", "-4 to -2", "below -4"]  # -0.25, -3, -9
+    assert found["ratio"] == ["0.99 to 1.01", "2 and above", "below 0.5"]  # 1, e, 1 / e
+    assert found["advantage"] == ["0.5 to 1", "-1 to -0.5", "1.5 and above"]  # 0.5, -1, 2
+    assert found["kl"] == ["below 0.001", "0.1 to 1", "0.1 to 1"]  # 0, e - 2, 1 / e
+    assert found["teacher_kl"] == ["none"] * 3
     assert shown.get_by_text("None is shown: teacher_kl_coef is 0: no teacher.").is_visible()
 
 

@@ -269,6 +269,15 @@ def killed_supervisor(folder: Path, server: str, *, seconds: float) -> Iterator[
         Path("/dev/shm", known["memory"]).unlink(missing_ok=True)
 
 
+def test_shared_memory_that_came_last_is_removed_too(tmp_path: Path) -> None:
+    """An engine that starts gets some while its server is being ended: nobody has seen it before."""
+    command = [sys.executable, "-c", SERVER, "0", "[200]", str(tmp_path / "record")]
+    with subprocess.Popen(command, start_new_session=True) as server:
+        assert wait_until((tmp_path / "record").exists)
+        processes._kill_session(server.pid, ())
+    assert_nothing_is_left(tmp_path)
+
+
 def test_a_server_hears_that_its_supervisor_was_killed(tmp_path: Path) -> None:
     with killed_supervisor(tmp_path, SERVER, seconds=600) as known:
         assert wait_until(lambda: not is_running(known["server"]))
