@@ -144,9 +144,12 @@ class LateTalk(episodes.Talk):
 
 
 async def late_agent(row: Any, client: Any) -> float:
-    """An agent that is late before it begins."""
-    await Clock.wait(Clock.end() if Clock.is_late(row["prompt"]) else 0)
-    return await episodes.stray(row, client)
+    """An agent that has asked all that it may before it is late."""
+    end = Clock.end() if Clock.is_late(row["prompt"]) else 0
+    try:
+        return await episodes.stray(row, client)
+    finally:
+        await Clock.wait(end)
 
 
 def late_trainer(folder: Path, *, talks: str = "faithful", num_lost: int = 0, **options: Any) -> OnlineTrainer:
