@@ -307,7 +307,8 @@ class Collector:
         """
         groups = dict(request.pending.as_completed())
         rollouts = [one for number in range(request.num_prompts) for one in groups[number]]
-        _check_episodes([one.has_failed for one in rollouts])
+        if rollouts and all(one.has_failed for one in rollouts):
+            raise _all_failed(len(rollouts))
         return self._scored(request, 0, rollouts)
 
     def by_group(self, request: Request) -> Iterator[Collected]:
@@ -316,7 +317,8 @@ class Collector:
         for number, rollouts in request.pending.as_completed():
             have_failed += [one.has_failed for one in rollouts]
             yield self._scored(request, number, rollouts)
-        _check_episodes(have_failed)
+        if have_failed and all(have_failed):
+            raise _all_failed(len(have_failed))
 
     def _scored(self, request: Request, first: int, rollouts: list[Rollout]) -> Collected:
         """Set rewards and totals of rollouts of the prompts from number `first` on."""
@@ -355,12 +357,11 @@ class Collector:
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started, tickets=request.tickets)
 
 
-def _check_episodes(have_failed: Sequence[bool]) -> None:
-    if have_failed and all(have_failed):
-        raise EpisodeError(
-            f"the environments of all {len(have_failed)} episodes failed, so there is nothing to learn from. The "
-            "first failure is in the log"
-        )
+def _all_failed(count: int) -> EpisodeError:
+    return EpisodeError(
+        f"the environments of all {count} episodes failed, so there is nothing to learn from. The first failure is in "
+        "the log"
+    )
 
 
 def add_greedy(collected: Collected, collector: Collector, sampling: SamplingParams) -> None:
