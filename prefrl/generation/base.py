@@ -233,6 +233,23 @@ class TurnSampler(Protocol):
         ...
 
 
+class PolledTurns(TurnSampler, Protocol):
+    """A `TurnSampler` that answers by itself, so that one can look at the conversations instead of `serve`."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why a completion could not be generated; None: all could be so far."""
+        ...
+
+    def is_stuck(self, conversations: Conversations) -> bool:
+        """Whether no conversation goes on before `repeat_lost`, or before one that is not among these ends."""
+        ...
+
+    def repeat_lost(self) -> None:
+        """See `Polled`."""
+        ...
+
+
 class Generator(Protocol):
     """Samples completions of prompts, in this process or on a server."""
 

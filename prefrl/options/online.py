@@ -371,11 +371,6 @@ class OnlineOptions(RolloutOptions):
                 "include_stop_str_in_output=False with episodes: the next turn follows what was sampled, and so does "
                 "what rewards see. Leave it out."
             )
-        if has_episodes and self.async_params.order == "ready":
-            raise ConfigError(
-                "async_kwargs: order='ready' with episodes: it is only known while a batch is waited for whether its "
-                "episodes have ended. Use order='in_order'."
-            )
         if has_episodes and (length := self.eval_sampling_params.max_completion_length) is not None:
             raise ConfigError(
                 f"eval_sampling_kwargs: max_completion_length={length} with episodes: the turns of an episode share "

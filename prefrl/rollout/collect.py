@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from prefrl import distributed
 from prefrl.data.images import ImageReader
 from prefrl.data.tokenize import decoded_completion
+from prefrl.errors import EpisodeError
 from prefrl.generation.base import Generator, Pending, Polled, SamplingParams
 from prefrl.losses.advantage.estimators import row_totals
 from prefrl.metrics import Mean, Metric, merge
@@ -301,15 +302,23 @@ class Collector:
 
         Raises:
             GenerationError: No completions could be generated.
+            EpisodeError: All environments failed.
             RewardError: A reward function failed.
         """
-        rollouts = dict(request.pending.as_completed())
-        return self._scored(request, 0, [one for number in range(request.num_prompts) for one in rollouts[number]])
+        groups = dict(request.pending.as_completed())
+        rollouts = [one for number in range(request.num_prompts) for one in groups[number]]
+        if rollouts and all(one.has_failed for one in rollouts):
+            raise _all_failed(len(rollouts))
+        return self._scored(request, 0, rollouts)
 
     def by_group(self, request: Request) -> Iterator[Collected]:
         """Like `collect`, but yields each group as soon as its rollouts arrive, and scores it separately."""
+        have_failed: list[bool] = []
         for number, rollouts in request.pending.as_completed():
+            have_failed += [one.has_failed for one in rollouts]
             yield self._scored(request, number, rollouts)
+        if have_failed and all(have_failed):
+            raise _all_failed(len(have_failed))
 
     def _scored(self, request: Request, first: int, rollouts: list[Rollout]) -> Collected:
         """Set rewards and totals of rollouts of the prompts from number `first` on."""
@@ -346,6 +355,13 @@ class Collector:
                 }
         self.sampler.release(rollouts)
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started, tickets=request.tickets)
+
+
+def _all_failed(count: int) -> EpisodeError:
+    return EpisodeError(
+        f"the environments of all {count} episodes failed, so there is nothing to learn from. The first failure is in "
+        "the log"
+    )
 
 
 def add_greedy(collected: Collected, collector: Collector, sampling: SamplingParams) -> None:

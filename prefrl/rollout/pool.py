@@ -37,14 +37,11 @@ class Ticket:
     version: int | None = None  # optimizer step of the oldest weights that may have sampled it; None: not asked for
     rollouts: list[Rollout] = field(default_factory=list)  # empty: not finished
 
-    def put_back(self) -> None:
-        """Forget its group: the prompt is asked again."""
-        self.version, self.rollouts = None, []
-
     def finish(self, rollouts: list[Rollout]) -> None:
-        """Take the group, and note the age of its oldest token."""
+        """Take the group, and note the age of the oldest token that may be learned from."""
         self.rollouts = rollouts
-        self.version = min((version for one in rollouts for version in one.policy_versions), default=self.version)
+        versions = [version for one in rollouts if not one.has_failed for version in one.policy_versions]
+        self.version = min(versions, default=self.version)
 
 
 @dataclass(frozen=True)
@@ -113,6 +110,7 @@ class GroupPool:
         limits: How many, and how old.
         prompt: Returns the dataset row and the seed of a ticket, by its number.
         ask: Requests the groups of some tickets, whose positions in their generation batches differ.
+        release: Hears that nothing is learned from these rollouts; see `RolloutSampler`.
         recover: Waits for the servers and sends them the weights. All ranks call it together.
         pause: Waits a moment.
     """
@@ -123,12 +121,14 @@ class GroupPool:
         *,
         prompt: Callable[[int], tuple[Mapping[str, Any], int]],
         ask: Callable[[Sequence[Ticket]], Polled[Rollout]],
+        release: Callable[[Sequence[Rollout]], None],
         recover: Callable[[], None],
         pause: Callable[[], None] = lambda: time.sleep(_POLL_SECONDS),
     ) -> None:
         self._limits = limits
         self._prompt = prompt
         self._ask_for = ask
+        self._release = release
         self._recover = recover
         self._pause = pause
         self._open: dict[int, Ticket] = {}  # by number
@@ -154,7 +154,12 @@ class GroupPool:
             asked.pending.cancel()
         self._asked = []
         for ticket in self._open.values():
-            ticket.put_back()
+            self._put_back(ticket)
+
+    def _put_back(self, ticket: Ticket) -> None:
+        """Forget a group: its prompt is asked again."""
+        self._release(ticket.rollouts)
+        ticket.version, ticket.rollouts = None, []
 
     def take(self, number: int, *, last: int) -> Request:
         """Wait for the groups that a generation batch learns from. All ranks must call it, after a weight sync.
@@ -270,7 +275,7 @@ class GroupPool:
                     self._limits.max_staleness,
                     ticket.row["prompt"],
                 )
-                ticket.put_back()
+                self._put_back(ticket)
                 ticket.seed = prompt_seed(ticket.seed, step, 0)
                 self.num_dropped += 1
 

@@ -12,7 +12,7 @@ import torch
 from pyarrow import parquet
 from transformers import TrainerCallback, TrainerControl
 
-from prefrl.errors import ConfigError, RewardError
+from prefrl.errors import RewardError
 from prefrl.rollout.journal import read_entry
 from prefrl.trainer.online.trainer import OnlineTrainer
 from tests.contract.cases import (
@@ -362,8 +362,3 @@ def test_ready_on_two_processes_learns_from_each_prompt_once(tmp_path: Path) -> 
     assert len(files) == 12
     learned = [ticket for file in files for ticket in read_entry(file).parts[0].tickets]
     assert sorted(learned) == list(range(24))
-
-
-def test_ready_with_episodes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="order='ready' with episodes"):
-        online(tmp_path, **READY, talks="faithful", arrival=None)

@@ -154,7 +154,7 @@ def raise_shared(error: Exception | None) -> None:
 
 
 class VLLMTurns:
-    """A `prefrl.generation.base.TurnSampler` whose requests run on the request thread of the servers' client.
+    """A `prefrl.generation.base.PolledTurns` whose requests run on the request thread of the servers' client.
 
     Requests that are lost with a server are sent again once no conversation can go on without them and the servers are
     back. Their seeds stay, so the same completions come back.
@@ -177,8 +177,9 @@ class VLLMTurns:
         self._num_asked = 0
         self._failure: Exception | None = None
         self._num_done = 0
-        self._num_recoveries = 0  # since the last turn, of all processes
-        self._num_done_before = 0  # by all processes, before the last recovery
+        # Of all processes, or of this one if it repeats by itself.
+        self._num_recoveries = 0  # since the last turn
+        self._num_done_before = 0  # before the last recovery
         self._event = threading.Event()
 
     def ask(self, prompt: Sequence[int], *, max_tokens: int, seed: int, home: Home) -> Future[Completion]:
@@ -206,12 +207,12 @@ class VLLMTurns:
             conversations.attend()
             if conversations.has_news():
                 return
-            if self._failure is None and not conversations.is_over() and not self._is_stuck(conversations):
+            is_stuck = self.is_stuck(conversations, min_lost=1)
+            if self._failure is None and not conversations.is_over() and not is_stuck:
                 self._event.wait()
                 continue
             raise_shared(self._failure)
-            with self._lock:
-                lost, self._lost = self._lost, []
+            lost = self._take_lost()
             of_ranks = gather_objects(([one.reason for one in lost], self._num_done))
             reasons = [reason for reasons, _ in of_ranks for reason in reasons]
             if not reasons:
@@ -231,10 +232,26 @@ class VLLMTurns:
             )
         self._num_recoveries += 1
 
-    def _is_stuck(self, conversations: Conversations) -> bool:
-        """Whether no conversation can go on before the servers are back."""
+    @property
+    def failure(self) -> Exception | None:
+        """See `PolledTurns`."""
+        return self._failure
+
+    def is_stuck(self, conversations: Conversations, *, min_lost: int = 0) -> bool:
+        """See `PolledTurns`; with `min_lost=1`, servers must be back before one can go on."""
         with self._lock:
-            return bool(self._lost) and len(self._lost) == len(self._answers) and conversations.is_waiting()
+            return min_lost <= len(self._lost) == len(self._answers) and conversations.is_waiting()
+
+    def repeat_lost(self) -> None:
+        """See `Polled`."""
+        if lost := self._take_lost():
+            self._count_recovery([one.reason for one in lost], self._num_done)
+            self._asker.submit([one.request for one in lost], self._note)
+
+    def _take_lost(self) -> list[Lost[PromptRequest]]:
+        with self._lock:
+            lost, self._lost = self._lost, []
+        return lost
 
     def _note(self, outcome: Outcome[PromptRequest, list[Completion]]) -> None:
         """Called on the request thread."""

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from prefrl.data.encode import RowEncoder, of_environment
 from prefrl.data.tool_calls import ToolCallReader
 from prefrl.errors import EpisodeError
-from prefrl.generation.base import Generator, Home, SamplingParams, TurnSampler
+from prefrl.generation.base import Generator, Home, PolledTurns, SamplingParams, TurnSampler
 from prefrl.rewards.call import EventLoopThread
 from prefrl.rollout.episodes.environment import EnvironmentKind, Seat, Seats
 from prefrl.rollout.episodes.play import EnvironmentFailure, EpisodeLimits, Played, Player, Task
-from prefrl.rollout.episodes.threads import MainThread, watched_loop
+from prefrl.rollout.episodes.threads import LoopWatch, MainThread, watched_loop
 from prefrl.types import Completion, Episode, Rollout, Turn
 
 if TYPE_CHECKING:
@@ -97,9 +99,10 @@ class EpisodeSampler:
         """Run a coroutine on the loop."""
         return self._loop.submit(work)
 
-    def watched(self, report: Callable[[EpisodeError], None]) -> AbstractContextManager[None]:
-        """Report that user code blocks the loop."""
-        return watched_loop(self._loop, limit=self.limits.tool_timeout + _PATIENCE_SECONDS, report=report)
+    @cached_property
+    def watch(self) -> LoopWatch:
+        """Whether user code blocks the loop."""
+        return LoopWatch(self._loop, limit=self.limits.tool_timeout + _PATIENCE_SECONDS)
 
     def release(self, rollouts: Sequence[Rollout]) -> None:
         """Make the environments of these rollouts free for other episodes."""
@@ -200,6 +203,8 @@ Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
 class EpisodesPending:
     """Episodes that are played; a `prefrl.generation.base.Pending` of rollouts, and the `Conversations` of a sampler.
 
+    If the sampler's turns are `PolledTurns`, it is a `Polled`.
+
     Args: see `EpisodeSampler.start`.
     """
 
@@ -219,7 +224,6 @@ class EpisodesPending:
         self._found: list[list[Rollout | None]] = [[None] * num_samples for _ in rows]
         self._ready: deque[tuple[int, list[Rollout]]] = deque()
         self._num_left = len(rows) * num_samples
-        self._num_failed = 0
         self._num_busy = self._num_left  # episodes that wait neither for a completion nor for others to end
         self._asked: set[Future[Completion]] = set()  # answers that episodes wait for
         self._given: set[int] = set()  # numbers of the prompts whose rollouts have been read
@@ -235,29 +239,27 @@ class EpisodesPending:
         """The number and rollouts of each prompt, once for every prompt, as they become ready.
 
         Raises:
-            EpisodeError: A tool or an environment failed, and the options say so; or all environments failed.
+            EpisodeError: A tool or an environment failed, and the options say so.
             GenerationError: A completion could not be generated.
         """
         self._episodes.main_thread.wake = self._turns.notify
         try:
-            with self._episodes.watched(self._fail):
+            with watched_loop(self._episodes.watch, report=self._fail):
                 is_left = True
                 while is_left:  # ranks that serve together do so equally often, also one without a prompt
                     self._turns.serve(self)
                     if self._error is not None:
                         raise self._error
                     is_left = self._num_left > 0
-                    while self._ready:
-                        number, rollouts = self._ready.popleft()
-                        self._given.add(number)
-                        yield number, rollouts
+                    yield from self._read()
         finally:
             self.cancel()
-        if self._num_failed and self._num_failed == sum(map(len, self._found)):
-            raise EpisodeError(
-                f"the environments of all {self._num_failed} episodes failed, so there is nothing to learn from. The "
-                "first failure is in the log"
-            )
+
+    def _read(self) -> Iterator[tuple[int, list[Rollout]]]:
+        while self._ready:
+            number, rollouts = self._ready.popleft()
+            self._given.add(number)
+            yield number, rollouts
 
     def cancel(self) -> None:
         """End all episodes that still go on, and make the environments free that nobody reads the rollouts of."""
@@ -272,6 +274,33 @@ class EpisodesPending:
         for number, rollouts in enumerate(self._found):
             if number not in self._given:
                 self._episodes.release([rollout for rollout in rollouts if rollout is not None])
+
+    # As a `Polled`.
+
+    longest_silence = math.inf  # each turn has a deadline of its own, and so has each call of a tool
+
+    @property
+    def _polled(self) -> PolledTurns:
+        return cast("PolledTurns", self._turns)
+
+    @property
+    def is_stuck(self) -> bool:
+        """See `prefrl.generation.base.Polled`."""
+        return self._polled.is_stuck(self) and not self.has_news()
+
+    def arrived(self) -> Iterator[tuple[int, list[Rollout]]]:
+        """See `prefrl.generation.base.Polled`; raises what `as_completed` raises."""
+        self.attend()
+        error = self._error or self._polled.failure or self._episodes.watch.look()
+        if error is not None:
+            raise error
+        yield from self._read()
+
+    def repeat_lost(self) -> None:
+        """See `prefrl.generation.base.Polled`."""
+        self._polled.repeat_lost()
+
+    # As `Conversations`.
 
     def has_news(self) -> bool:
         """See `Conversations`."""
@@ -326,7 +355,6 @@ class EpisodesPending:
         self._turns.notify()
 
     def _note(self, number: int, sample: int, rollout: Rollout) -> None:
-        self._num_failed += rollout.has_failed
         self._found[number][sample] = rollout
         found = [one for one in self._found[number] if one is not None]
         if len(found) == len(self._found[number]):

@@ -9,6 +9,7 @@ import asyncio
 import queue
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -121,50 +122,69 @@ def reported(error: BaseException) -> Exception:
 _NUM_LOOKS = 5
 
 
-@contextmanager
-def watched_loop(loop: EventLoopThread, *, limit: float, report: Callable[[EpisodeError], None]) -> Iterator[None]:
-    """Look at a loop from another thread, and report that one step of a task takes longer than allowed.
+class LoopWatch:
+    """Finds that one step of a task takes longer than allowed.
+
+    Another thread looks at the loop again and again. While none does, no time counts: training may hold up the loop.
 
     Args:
         loop: Runs the tasks.
         limit: Seconds.
-        report: Called once, on the other thread.
+    """
+
+    def __init__(self, loop: EventLoopThread, *, limit: float) -> None:
+        self._loop, self._limit = loop, limit
+        self.interval = limit / _NUM_LOOKS  # how often to look, in seconds
+        self._place: tuple[asyncio.AbstractEventLoop, int] | None = None  # the loop and its thread, once it runs
+        self._looked = time.monotonic()
+        self._begin(None)
+
+    def _begin(self, task: asyncio.Task[object] | None) -> None:
+        self._sign = self._loop.submit(_place())  # done as soon as the loop has run what it had to run
+        self._task, self._blocked = task, 0.0
+
+    def look(self) -> EpisodeError | None:
+        """What user code did wrong; None: nothing."""
+        seconds = time.monotonic() - self._looked
+        if seconds < self.interval / 2:
+            return None
+        self._looked += seconds
+        self._place = self._sign.result() if self._sign.done() else self._place
+        task = asyncio.current_task(self._place[0]) if self._place is not None else None
+        if self._sign.done() or task is not self._task:
+            self._begin(task)
+            return None
+        self._blocked += min(seconds, self.interval)
+        if self._blocked < self._limit:
+            return None
+        return _error(self._limit, "it does not start" if self._place is None else _where(self._place[1]))
+
+
+@contextmanager
+def watched_loop(watch: LoopWatch, *, report: Callable[[EpisodeError], None]) -> Iterator[None]:
+    """Look at a loop from a thread of its own.
+
+    Args:
+        watch: Of the loop.
+        report: Called once if the loop is blocked, on the other thread.
     """
     is_over = threading.Event()
-    threading.Thread(target=_watch, args=(loop, limit, report, is_over), name="prefrl-watchdog", daemon=True).start()
+    threading.Thread(target=_watch, args=(watch, report, is_over), name="prefrl-watchdog", daemon=True).start()
     try:
         yield
     finally:
         is_over.set()
 
 
-def _watch(
-    loop: EventLoopThread, limit: float, report: Callable[[EpisodeError], None], is_over: threading.Event
-) -> None:
-    try:
-        running, thread = loop.submit(_place()).result(timeout=limit)
-    except TimeoutError:
-        return report(_error(limit, "it does not start"))
-    sign: Future[None] | None = None
-    blocking: asyncio.Task[object] | None = None
-    num_looks = 0
-    while not is_over.wait(limit / _NUM_LOOKS):
-        task = asyncio.current_task(running)
-        if sign is None or sign.done() or task is not blocking:
-            sign, blocking, num_looks = loop.submit(_sign()), task, 0
-            continue
-        num_looks += 1
-        if num_looks == _NUM_LOOKS:
-            return report(_error(limit, _where(thread)))
+def _watch(watch: LoopWatch, report: Callable[[EpisodeError], None], is_over: threading.Event) -> None:
+    while not is_over.wait(watch.interval):
+        if (error := watch.look()) is not None:
+            return report(error)
     return None
 
 
 async def _place() -> tuple[asyncio.AbstractEventLoop, int]:
     return asyncio.get_running_loop(), threading.get_ident()
-
-
-async def _sign() -> None:
-    """Done as soon as the loop has run what it had to run."""
 
 
 def _where(thread: int) -> str:

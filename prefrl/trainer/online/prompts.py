@@ -219,7 +219,13 @@ class Prompts:
                 max_staleness=args.max_staleness,
                 drops=args.async_params.stale == "drop",
             )
-            self.pool = GroupPool(limits, prompt=self._prompt, ask=self._ask_for_tickets, recover=sync)
+            self.pool = GroupPool(
+                limits,
+                prompt=self._prompt,
+                ask=self._ask_for_tickets,
+                release=collector.sampler.release,
+                recover=sync,
+            )
         elif args.generation_mode == "async":
             self.prefetched = PrefetchQueue(self._ask_for, num_ahead=args.generations_ahead)
         self._resampling_params = args.resampling_params if args.dynamic_sampling else None

@@ -331,6 +331,51 @@ def test_a_failure_is_raised_although_conversations_go_on() -> None:
     assert [str(error) for error in errors] == ["mine"]
 
 
+def test_one_who_does_not_serve_sees_who_is_stuck_and_repeats_what_was_lost() -> None:
+    script, talks = Script(), Talks()
+    turns = VLLMTurns(script, PARAMS, step=lambda: 0)
+    answers = [ask(turns, 5), ask(turns, 6)]
+    talks.waiting = True
+    script.lost(0)
+    assert not turns.is_stuck(talks)  # the other request may still be answered
+    script.lost(1)
+    assert turns.is_stuck(talks)
+    talks.waiting = False
+    assert not turns.is_stuck(talks)  # another conversation goes on
+    talks.waiting = True
+    turns.repeat_lost()
+    assert not turns.is_stuck(talks)
+    assert [(prompt.number, prompt.seed) for prompt, *_ in script.asked[2:]] == [(0, 5), (1, 6)]
+    turns.repeat_lost()
+    assert (len(script.asked), script.num_recoveries) == (4, 0)
+    script.done(2)
+    script.done(3)
+    assert [answer.result(0).token_ids for answer in answers] == [[5], [6]]
+    assert turns.is_stuck(talks)  # they wait for others to end
+
+
+def test_turns_that_are_lost_again_and_again_are_an_error_for_one_who_does_not_serve() -> None:
+    script = Script()
+    turns = VLLMTurns(script, PARAMS, step=lambda: 0)
+    ask(turns, 5)
+    for number in range(MAX_RECOVERIES):
+        script.lost(number)
+        turns.repeat_lost()
+    script.lost(MAX_RECOVERIES)
+    with pytest.raises(GenerationError, match=rf"1 turns were lost {MAX_RECOVERIES + 1} times"):
+        turns.repeat_lost()
+
+
+def test_a_failure_is_seen_by_one_who_does_not_serve() -> None:
+    script = Script()
+    turns = VLLMTurns(script, PARAMS, step=lambda: 0)
+    ask(turns, 5)
+    assert turns.failure is None
+    prompt, report, _ = script.asked[0]
+    report(Failed(prompt, GenerationError("mine")))
+    assert str(turns.failure) == "mine"
+
+
 @pytest.mark.parametrize("outcome", ["done", "lost", "failed"])
 def test_a_request_that_was_given_up_is_canceled_and_its_outcome_is_nobodys(outcome: str) -> None:
     script, talks = Script(), Talks()

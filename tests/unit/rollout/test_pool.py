@@ -13,7 +13,7 @@ import pytest
 
 from prefrl.errors import GenerationError
 from prefrl.rollout.pool import GroupPool, PoolLimits, Ticket
-from prefrl.types import Completion, Rollout, Turn
+from prefrl.types import Completion, Episode, Rollout, Turn
 
 
 @dataclass
@@ -28,6 +28,8 @@ class World:
     asked: list[tuple[int, int]] = field(default_factory=list)  # ticket and seed of each request
     fails: int | None = None  # the ticket whose request has an error
     num_recoveries: int = 0
+    finished: list[Rollout] = field(default_factory=list)
+    released: list[Rollout] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -77,7 +79,8 @@ class Requests:
             if self.world.random.random() < self.world.loss:
                 self.lost.append(i)
             else:
-                yield i, [self.rollout(self.tickets[i], begin)]
+                self.world.finished.append(self.rollout(self.tickets[i], begin))
+                yield i, self.world.finished[-1:]
 
     def rollout(self, ticket: Ticket, begin: int) -> Rollout:
         """Its first token is of the weights when it began, its last one of those when it ended."""
@@ -97,6 +100,7 @@ def pool_of(world: World, limits: PoolLimits) -> GroupPool:
         limits,
         prompt=lambda number: ({"prompt": f"prompt {number}"}, number + 1000),
         ask=world.ask,
+        release=world.released.extend,
         recover=world.recover,
         pause=world.pause,
     )
@@ -177,8 +181,38 @@ def test_dropped_groups_are_asked_again_counted_and_told(seed: int, caplog: pyte
     training.check()  # so no step was smaller
     assert pool.num_dropped == caplog.text.count("is asked again") > 0
     assert len(training.world.asked) == 41 * 3 + pool.num_dropped
+    assert len(training.world.released) == pool.num_dropped
     # The same seed would draw the same long completion again.
     assert len(set(training.world.asked)) == len(training.world.asked)
+
+
+def test_the_age_of_a_group_is_that_of_its_oldest_token_that_may_be_learned_from() -> None:
+    """The tokens of a failed episode, and what stands for one without any, are never learned from."""
+
+    def rollout(*versions: int, reason: Any = "stop") -> Rollout:
+        count = len(versions)
+        completion = Completion([1] * count, "stop", [0.0] * count, [True] * count, [*versions])
+        return Rollout([Turn([0], completion)], {}, 0, "p", "t", episode=Episode("W", reason, [0.0]))
+
+    ticket = Ticket(0, {}, 1, version=5)
+    ticket.finish([rollout(9, 8), rollout(0, reason="environment_error"), rollout(7, 9)])
+    assert ticket.version == 7
+    ticket.version = 5
+    ticket.finish([rollout(0, reason="environment_error")])
+    assert ticket.version == 5
+
+
+def test_what_is_given_up_is_released_and_what_is_learned_from_is_not() -> None:
+    """What rollouts hold, such as environments, can be used for others."""
+    world = World(slow=0.0)
+    pool = pool_of(world, limits_of())
+    pool.learned(pool.take(0, last=9).tickets)
+    learned = [one for one in world.finished if one.row["prompt"] in {"prompt 0", "prompt 1", "prompt 2"}]
+    world.now += 9
+    pool.take(1, last=9)
+    pool.drop()
+    assert len(world.released) == len(world.finished) - 3 > 3
+    assert not any(one in learned for one in world.released)
 
 
 @pytest.mark.parametrize("seed", range(5))

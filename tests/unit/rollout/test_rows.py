@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from prefrl.errors import EpisodeError
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import responses_of, sampled_batch, token_counts, turn_index, turn_rewards
 from prefrl.rollout.collect import Collector, Request
@@ -224,6 +225,34 @@ def test_an_episode_that_failed_is_not_scored() -> None:
     assert math.isnan(rollouts[1].reward)
     assert collected.logged_columns == {"world": ["first", None, "third"]}
     assert ready.released == rollouts
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_a_batch_whose_environments_all_failed_ends_the_run(by_group: bool) -> None:
+    def group(*reasons: StopReason) -> list[Rollout]:
+        turn = Turn([7], Completion([5], "stop", [-1.0], [True], [0]))
+        return [Rollout([turn], ROW, 0, "a", [], episode=Episode("W", reason, [0.0])) for reason in reasons]
+
+    @dataclass
+    class Groups(Ready):
+        groups: Sequence[list[Rollout]] = ()
+
+        def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
+            yield from enumerate(self.groups)
+
+        def release(self, rollouts: Sequence[Rollout]) -> None: ...
+
+    def collect(*groups: list[Rollout]) -> None:
+        ready = Groups([], groups=groups)
+        collector = Collector(RewardRunner(length), ready, trainer_state=lambda: None, clock=lambda: 0.0)
+        request = Request(len(groups), ready, [1] * len(groups))
+        _ = list(collector.by_group(request)) if by_group else collector.collect(request)
+
+    failed = group("environment_error", "environment_error")
+    with pytest.raises(EpisodeError, match="environments of all 4 episodes failed, so there is nothing to learn from"):
+        collect(failed, failed)
+    collect(failed, group("stop", "environment_error"))
+    collect()
 
 
 # The experts of a mixture.
