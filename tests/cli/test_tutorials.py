@@ -177,7 +177,7 @@ def test_the_blocks_about_images_train(workspace: Path, monkeypatch: pytest.Monk
     pairs = Dataset.from_list([{"prompt": message, **sides, "images": [image((255, 0, 0))]}] * 8)
     names: dict[str, Any] = {"pairs": pairs}
     for text in ("Image.new", "RewardTrainer("):
-        code = marked_block("images.md", text).replace("Qwen/Qwen2.5-VL-3B-Instruct", "vlm")
+        code = marked_block("images.md", text).replace("Qwen/Qwen2.5-VL-3B-Instruct", "vlm").replace("* 32", "* 3")
         for run in ("squares", "judge"):
             code = code.replace(f'Config("runs/{run}"', f'Config("runs/{run}", use_cpu=True, max_steps=1')
         code = code.replace('GRPOConfig("runs/squares"', 'GRPOConfig("runs/squares", max_completion_length=4')
