@@ -328,8 +328,8 @@ def check(wheel: Path, name: str, folder: Path) -> tuple[str, str, str, str]:
             run(folder, line.replace("{folder}", str(folder)))
     except subprocess.CalledProcessError as error:
         print(error.stdout, flush=True)
-        command = error.cmd if isinstance(error.cmd, str) else " ".join(map(str, error.cmd))
-        return "", f"{time.monotonic() - start:.0f}", "", f"FAILED: {command}"
+        failed = f"FAILED with exit code {error.returncode}: {' '.join(map(str, error.cmd))}"
+        return "", f"{time.monotonic() - start:.0f}", "", failed
     size = sum(path.stat().st_size for path in (folder / "venv").rglob("*") if path.is_file()) / 1e6
     return f"{installed - start:.0f}", f"{time.monotonic() - installed:.0f}", f"{size:.0f}", "passed"
 
@@ -354,7 +354,10 @@ def output(*command: str | Path) -> str:
 
 
 def run(folder: Path, line: str) -> None:
-    """Run a line of the shell in the folder, with its environment and its home."""
+    """Run a line of the shell in the folder, with its environment and its home.
+
+    After 15 minutes, `timeout` ends all that it has started, with exit code 124.
+    """
     mine = ("PYTHON", "HF_", "VIRTUAL")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
     variables |= {"HOME": str(folder / "home"), "PATH": f"{folder / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"}
@@ -365,7 +368,8 @@ def run(folder: Path, line: str) -> None:
     }
     print(f"$ {line}", flush=True)
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    subprocess.run(line, shell=True, cwd=folder, env=variables, check=True, text=True, timeout=900, **streams)
+    command = ["timeout", "--kill-after=30", "900", "bash", "-c", line]
+    subprocess.run(command, cwd=folder, env=variables, check=True, text=True, **streams)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ RUN /opt/prefrl/bin/python -m pip install --no-cache-dir -c /source/constraints.
 FROM python:${PYTHON}-slim-bookworm
 LABEL org.opencontainers.image.title="prefrl: trainer" org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/prefrl /opt/prefrl
-# Triton, which torch.compile and some kernels use, compiles its driver on the machine that it runs on.
+# Triton compiles its driver on the machine that it runs on, torch.compile its code for CPUs, and DeepSpeed its own operations.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 prefrl
 ENV PATH=/opt/prefrl/bin:$PATH

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
 import inspect
 import io
-import json
 import math
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -20,11 +17,9 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 
 from prefrl.losses.preference.pairwise import CPO_LOSSES, PAIR_LOSSES, PairLoss
 from prefrl.options.fields import listed_fields
@@ -33,31 +28,13 @@ from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.launch import launch_options
 from prefrl.scripts.inputs import read
 from prefrl.scripts.main import OTHERS, main
+from tests.assets import tiny_reward_model, tiny_tokenizer
 from tests.cli.conftest import run_line, write_jsonl
+from tests.pages import FILE, IN_ORDER, MODEL, PAGES, PYTHON_BLOCK, ROOT, module, name, shell_blocks
 from tests.parsers import parser_of
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-# A block that cannot run here has a comment in the line before it, which says why: <!-- no-run: needs a GPU -->
-# Tutorials whose blocks build on each other, which run below in their order.
-IN_ORDER = ("first_run", "reward_ppo")
 # Pages whose blocks are one program.
 ONE_PROGRAM = ("agents",)
-PYTHON_BLOCK = re.compile(r"^(<!-- no-run: [^\n]+ -->\n)?```python\n(.*?)^```", re.M | re.S)
-
-
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-def name(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -131,14 +108,30 @@ def _blocks() -> list[object]:
     return found
 
 
+@pytest.fixture(scope="session")
+def in_place_of(
+    stopping_folder: Path, reward_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, str]:
+    """What stands in for texts of the docs."""
+    labels = tmp_path_factory.mktemp("labels")
+    model = tiny_reward_model(num_labels=2)
+    model.config.id2label = {0: "helpful", 1: "harmless"}
+    model.save_pretrained(labels)
+    tiny_tokenizer().save_pretrained(labels)
+    rewards = dict.fromkeys(("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "my-org/chat-quality"), str(reward_folder))
+    return {MODEL: str(stopping_folder), **rewards, "my-org/helpful-harmless": str(labels), '"cuda"': '"cpu"'}
+
+
 @pytest.mark.parametrize("code", _blocks())
-def test_python_blocks_run(code: str, workspace: Path, stopping_folder: Path, reward_folder: Path) -> None:
+def test_python_blocks_run(code: str, workspace: Path, reward_folder: Path, in_place_of: Mapping[str, str]) -> None:
     prompts = workspace / "prompts.jsonl"
     prompts.write_text(prompts.read_text(encoding="utf-8") * 4, encoding="utf-8")  # a step has 8 rows
     shutil.copy(prompts, workspace / "questions.jsonl")
     if "RewardTrainer(" not in code:  # it writes this model
         shutil.copytree(reward_folder, workspace / "runs/reward")
-    exec(compile(code.replace(MODEL, str(stopping_folder)), "<docs>", "exec"), {"__name__": "__main__"})
+    for text, other in in_place_of.items():
+        code = code.replace(text, other)
+    exec(compile(code, "<docs>", "exec"), {"__name__": "__main__"})
 
 
 def _command_lines(command: str | None = None) -> list[object]:
@@ -263,130 +256,10 @@ def test_the_example_with_images_trains(workspace: Path, monkeypatch: pytest.Mon
     assert len(module(ROOT / "examples/grpo_images.py").main(None, "out", max_steps=1)) == 1
 
 
-TUTORIALS = Path(__file__).parents[2] / "docs/tutorials"
-# The first line of a file names it: `# sums.py`, `# prefrl grpo grpo.yaml`.
-FILE = re.compile(r"^```(?:python|yaml)\n(# (?:prefrl \w+ )?(\S+)\n.*?)^```", re.M | re.S)
-STEP = ["--max_steps", "1", "--use_cpu"]
-
-
-@pytest.fixture
-def folder(workspace: Path, model_folder: Path) -> Path:
-    (workspace / "smollm2").symlink_to(model_folder)
-    for page in ("grpo_smollm2", "sft_gsm8k", "dpo_gsm8k", "distillation"):
-        for text, name in FILE.findall((TUTORIALS / f"{page}.md").read_text(encoding="utf-8")):
-            (workspace / name).write_text(text, encoding="utf-8")
-    return workspace
-
-
-def test_the_grpo_tutorial_trains_and_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path("make_sums.py")
-    assert main(["grpo", "grpo.yaml", *STEP]) == 0
-    rewards = ["--reward_funcs", "sums.py:right", "sums.py:bare", "--correct_reward", "right"]
-    capsys.readouterr()
-    assert main(["eval", "runs/sums", "held_out.jsonl", *rewards, "--max_completion_length", "4"]) == 0
-    assert "pass@1" in capsys.readouterr().out
-
-
-def test_the_tutorials_on_gsm8k_train(folder: Path) -> None:
-    write_jsonl(folder / "train.jsonl", [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(48)])
-    solutions = {"small": {"solution": "5", "is_correct": True}, "large": {"solution": "6", "is_correct": False}}
-    lines = [{"question": f"{i}+1?", "ground_truth": "5", **solutions} for i in range(48)]
-    write_jsonl(folder / "example_model_solutions.jsonl", lines)
-    runpy.run_path("make_sft_rows.py")
-    assert main(["sft", "sft.yaml", *STEP]) == 0
-    runpy.run_path("make_pairs.py")
-    assert main(["dpo", "dpo.yaml", *STEP]) == 0
-    assert (folder / "runs/gsm8k-dpo/model.safetensors").exists()
-
-
-def test_the_quickstart_trains(workspace: Path, model_folder: Path) -> None:
-    """On rows like those of `openai/gsm8k`, which is on the Hub."""
-    write_jsonl(workspace / "rows.jsonl", [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(16)])
-    here = ["--model_name_or_path", str(model_folder), "--dataset_name", "rows.jsonl", "--dataset_config", "None"]
-    for text, name in FILE.findall((ROOT / "docs/quickstart.md").read_text(encoding="utf-8")):
-        Path(name).write_text(text, encoding="utf-8")
-        options = [*here, *STEP, "--bf16", "false", "--gradient_accumulation_steps", "1"]
-        if name == "grpo.yaml":
-            options += ["--max_completion_length", "4"]
-        assert main([name.partition(".")[0], name, *options]) == 0
-    assert Path("runs/gsm8k-grpo/completions").is_dir()
-
-
-def test_the_distillation_tutorial_trains(folder: Path) -> None:
-    module(ROOT / "examples/first_layers.py").main("smollm2", "1", "small")
-    runpy.run_path("make_questions.py")
-    assert main(["distillation", "smollm2.yaml", *STEP, "--dataset_train_split", "train[:16]"]) == 0
-    assert json.loads(Path("runs/small/config.json").read_text(encoding="utf-8"))["num_hidden_layers"] == 1
-
-
-MAKER = module(ROOT / "docs/make_notebooks.py")
-
-
-@pytest.mark.parametrize("page", MAKER.pages(), ids=lambda page: page.stem)
-def test_a_notebook_is_that_of_its_tutorial(page: Path) -> None:
-    """Else run `python docs/make_notebooks.py`."""
-    assert MAKER.notebook_of(page).read_text(encoding="utf-8") == MAKER.notebook(page)
-
-
-def test_each_notebook_has_a_tutorial() -> None:
-    assert {MAKER.notebook_of(page) for page in MAKER.pages()} == {*MAKER.NOTEBOOKS.iterdir()}
-
-
-@pytest.mark.parametrize("name", IN_ORDER)
-def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two steps instead of all."""
-    folder = tmp_path / "docs/notebooks"  # the first cell goes up from it
-    folder.mkdir(parents=True)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "examples"), *sys.path])
-    shell = InteractiveShell()
-    monkeypatch.setattr(shell, "system", run_line)
-    for cell in json.loads((MAKER.NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:
-        if cell["cell_type"] == "code":
-            code = re.sub(r"(max_steps(?:=|: ))\d+", r"\g<1>2", "".join(cell["source"]))
-            shell.run_cell(code).raise_error()
-
-
-def test_a_notebook_without_a_clone_gets_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Colab, which has only the notebook."""
-
-    def system(line: str) -> None:
-        lines.append(line)
-        (tmp_path / "prefrl-1.0/docs/notebooks").mkdir(parents=True, exist_ok=True)
-
-    monkeypatch.chdir(tmp_path)
-    lines: list[str] = []
-    shell = InteractiveShell()
-    monkeypatch.setattr(shell, "system", system)
-    shell.run_cell(MAKER.START).raise_error()
-    assert [line.split()[:2] for line in lines] == [["pip", "download"], ["pip", "install"]]
-    assert Path.cwd() == tmp_path / "prefrl-1.0"
-
-
-def test_notebooks_can_be_opened_in_colab_where_github_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks = module(ROOT / "docs/site_hooks.py")
-    for page in MAKER.pages():
-        text = page.read_text(encoding="utf-8")
-        monkeypatch.delenv("PREFRL_REPOSITORY", raising=False)
-        assert "colab" not in hooks.on_page_markdown(text)
-        monkeypatch.setenv("PREFRL_REPOSITORY", "https://github.com/owner/name")
-        link = f"https://colab.research.google.com/github/owner/name/blob/main/docs/notebooks/{page.stem}.ipynb"
-        assert f"({link})" in hooks.on_page_markdown(text)
-
-
-BLOCK = re.compile(r"^( *)```(?:bash|sh|shell|console)\n(.*?)^\1```", re.M | re.S)
 PROGRAMS = {
     *("prefrl", "accelerate", "python", "python3", "pip", "make", "sbatch", "curl"),
     *("cd", "docker", "echo", "export", "git", "hf", "lm_eval", "ln", "mkdir", "ollama", "source", "uvx", "vllm"),
 }
-
-
-def blocks_of(text: str) -> list[str]:
-    """The shell blocks of a page, without the prompts of a console."""
-    blocks = [textwrap.dedent(block) for _, block in BLOCK.findall(text)]
-    return [re.sub(r"^\$ ", "", block, flags=re.M) for block in blocks]
 
 
 # What people type into the search, and the page that they want: its title, or a heading of it, has the word.
@@ -462,7 +335,7 @@ def check(script: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_shell_blocks_of_the_pages_parse(page: Path) -> None:
-    for block in blocks_of(page.read_text(encoding="utf-8")):
+    for block in shell_blocks(page.read_text(encoding="utf-8")):
         check(block)
 
 
@@ -532,7 +405,7 @@ def test_commands_of_the_readme_run(
     """See `README_BLOCKS`."""
     write_jsonl(workspace / "data.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 8)
     monkeypatch.setattr("sys.stdin", io.StringIO("1+1\n"))
-    blocks = blocks_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    blocks = shell_blocks((ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(blocks) == len(README_BLOCKS)
     for block, (start, trial) in zip(blocks, README_BLOCKS.items(), strict=True):
         assert block.startswith(start)

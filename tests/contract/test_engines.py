@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,8 +41,8 @@ from tests.engines.inputs import (
     expected,
     level_of,
 )
+from tests.pages import ROOT, marked_block
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = Path(os.environ.get("PREFRL_ENGINES", ROOT / ".venv-engines"))
 KERNELS = Path(os.environ.get("PREFRL_KERNELS", ROOT / ".venv-kernels"))
 
@@ -236,7 +237,9 @@ def test_the_example_of_nemo_rl_makes_a_loss() -> None:
     section = yaml.safe_load((ROOT / "examples/engines/nemo_rl.yaml").read_text(encoding="utf-8"))["loss_fn"]
     leaf, mine, rows = LOGPROBS.clone().requires_grad_(), LOGPROBS.clone().requires_grad_(), TokenRows(MASK)
     assert section["reference_policy_kl_penalty"] == section["prefrl"]["beta"]
-    found = of_nemo_rl(nemo_rl(**section["prefrl"]), leaf)
+    script: dict[str, Any] = {"config": SimpleNamespace(loss_fn=SimpleNamespace(**section))}
+    exec(compile(marked_block("library.md", "nemo_rl import"), "<library>", "exec"), script)
+    found = of_nemo_rl(script["loss_fn"], leaf)
     weights = sampling_weights("token_truncate", rows, OLD, SAMPLING, high=2.0).weights
     term = kl("k3", rows, mine, REFERENCE, sampling_logprobs=SAMPLING, bias_correction=True)
     term = 0.001 * (term / MASK.sum(1, keepdim=True)).sum() / len(MASK)

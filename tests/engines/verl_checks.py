@@ -20,6 +20,7 @@ from prefrl.losses.advantage import ADVANTAGES
 from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.tensors import TokenRows, advantages, reduction_of
 from tests.engines.inputs import ADVANTAGE, LENGTH, LOGPROBS, LOSSES, MASK, OLD, WEIGHTS, check, expected
+from tests.pages import marked_block
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "engines"
 
@@ -119,12 +120,24 @@ def test_verls_options_of_an_estimator_act(config: Any) -> None:
 
 
 def test_a_name_of_ones_own_has_hyperparameters_of_its_own(config: Any) -> None:
-    adapter.register_policy_loss("gspo_of_prefrl", "grpo", level="sequence", epsilon_high=0.1, delta=None)
+    adapter.register_policy_loss("gspo_of_mine", "grpo", level="sequence", epsilon_high=0.1, delta=None)
     leaf = LOGPROBS.clone().requires_grad_()
-    loss = core_algos.get_policy_loss_fn("gspo_of_prefrl")
+    loss = core_algos.get_policy_loss_fn("gspo_of_mine")
     found, _ = loss(OLD, leaf, ADVANTAGE, MASK, "seq-mean-token-mean", actor(config, "grpo"))
     wanted = expected("grpo", level="sequence", epsilon=0.2, epsilon_high=0.1)
     check(found, torch.autograd.grad(found, leaf)[0], wanted)
+
+
+def test_the_block_of_the_docs_registers_its_names(config: Any) -> None:
+    exec(compile(marked_block("library.md", "integrations.verl import"), "<library>", "exec"), {})
+    leaf, loss = LOGPROBS.clone().requires_grad_(), core_algos.get_policy_loss_fn("gspo_of_prefrl")
+    found, _ = loss(OLD, leaf, ADVANTAGE, MASK, "seq-mean-token-mean", actor(config, "grpo"))
+    wanted = expected("grpo", level="sequence", epsilon=3e-4, epsilon_high=4e-4, delta=3.0)
+    check(found, torch.autograd.grad(found, leaf)[0], wanted)
+    rewards = torch.zeros(MASK.shape)
+    rewards[0, 3] = 9.0
+    found, _ = core_algos.get_adv_estimator_fn("rloo_clipped")(rewards, MASK, config.algorithm, index=["a"] * 3)
+    assert found.max() == 2.0
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
