@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 # Installed with --no-compile: Python compiles what is imported, a quarter of the files of these packages, when it is.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Tests and the demo beside them use one torch thread each: threads that wait for each other would burn the cores of others.
+# Tests use one torch thread each: threads that wait for each other would burn the cores of others.
 WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python PREFRL_KERNELS=$(abspath $(KERNELS)) \
 	PREFRL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest
@@ -40,7 +40,7 @@ GPU_PATH := PYTHONPATH=.:$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}
 unexport PYTHONDONTWRITEBYTECODE
 
 # `tests` and `docs` are folders, too.
-.PHONY: demo browser test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit compiled demo-gain demo-real real clean help
+.PHONY: demo browser test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit compiled demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -71,10 +71,9 @@ demo-real: $(VENV)/.runtime
 	$(BIN)/prefrl demo --model smollm2 --output_dir runs/demo-real
 	$(BIN)/python .ci/demo_gain.py runs/demo-real/summary.json
 
-# pytest ends last, so that its summary ends the log.
 test:
 	$(MAKE) -j 2 lint types imports docs compiled $(VLLM_VENV)/.ready $(KERNELS)/.ready $(ENGINES)/.ready
-	$(MAKE) -j 2 tests demo-gain
+	$(MAKE) tests
 
 tests: $(VENV)/.dev $(VLLM_VENV)/.ready $(KERNELS)/.ready $(ENGINES)/.ready
 	$(PYTEST) -n $(WORKERS) -ra --durations=15 --forbid-skips
@@ -124,10 +123,6 @@ browser: $(VENV)/.dev
 kernels: $(VENV)/.dev $(KERNELS)/.ready
 	PREFRL_KERNELS_JSON=benchmarks/results/kernels.json $(PYTEST) -n 0 -m 'not gpu' -ra --durations=15 --forbid-skips \
 		tests/contract/test_kernels.py tests/unit/models/test_block_mask.py tests/unit/models/test_varlen.py
-
-demo-gain: $(VENV)/.dev
-	rm -rf runs/demo-gain
-	OMP_NUM_THREADS=1 $(BIN)/python .ci/demo_gain.py runs/demo-gain
 
 bench: $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks $(if $(QUICK),--quick)

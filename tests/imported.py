@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import deepspeed  # noqa: F401 - accelerate does, with each process's first trainer
 import peft  # noqa: F401
 
 import tests.contract.cases  # noqa: F401

@@ -19,7 +19,7 @@ from tests.forks import Fork, Forks
 
 ROOT = Path(__file__).parents[1]
 SECONDS_TO_END = 40.0
-# What the processes of trainings import. DeepSpeed is imported where it is used.
+# What the processes of trainings import.
 _IMPORTED = ("tests.imported",)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

@@ -12,9 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, cast
-
-import datasets
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from prefrl.errors import ConfigError, RewardError, require
 from prefrl.options.names import imported, nearest
@@ -38,6 +36,9 @@ from prefrl.rewards.maths import (
     numeric_reward,
     reasoning_accuracy_reward,
 )
+
+if TYPE_CHECKING:
+    import datasets
 
 _WAYS = "module:function, module.function or folder/file.py:function"
 
@@ -342,7 +343,9 @@ def reasoning_gym_dataset(task: str, *, size: int, seed: int, **options: Any) ->
         entries = _factory().create_dataset(task, size=size, seed=seed, **options)
     except (TypeError, AssertionError, ValueError) as error:
         raise ConfigError(f"{PREFIX}{task} with {options}: {error}") from error
-    return datasets.Dataset.from_list(
+    from datasets import Dataset  # here: processes that score have no datasets, and need not import what reads them
+
+    return Dataset.from_list(
         [
             {
                 "prompt": [{"role": "user", "content": entry["question"]}],

@@ -389,7 +389,7 @@ def _prefrl(block: str, model: Path) -> None:
 
 
 README_BLOCKS = {
-    "make demo": Try("make prints its commands: CI runs the demo itself, by `make demo-gain`", _make),
+    "make demo": Try("make prints its commands: tests/contract/test_learning.py runs the demo itself", _make),
     "prefrl init": Try(
         "run for one step on a tiny model, in the file that the first line writes; of the run with four processes and "
         "a server, which would take minutes, the command that starts it is printed instead",

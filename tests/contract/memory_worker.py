@@ -13,12 +13,10 @@ import ctypes
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest.mock import patch
@@ -38,11 +36,11 @@ from prefrl.losses import logprobs
 from prefrl.registry import REGISTRY
 from prefrl.types import Completion
 from tests.assets import tiny_tokenizer
+from tests.launch import run_module
 
 if TYPE_CHECKING:
     from prefrl.generation.base import Pending, SamplingParams, WeightSource
 
-ROOT = Path(__file__).parents[2]
 MIB = 2**20
 
 PROMPT_LENGTH = 256
@@ -242,23 +240,18 @@ def _length_reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def measure(cases: Sequence[Case]) -> list[float]:
-    """Growth in MiB of each case. One process imports the libraries; each case then gets a copy of it for itself."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        # Whatever is freed goes back to the system at once.
-        "MALLOC_MMAP_THRESHOLD_": str(2**16),
-        "MALLOC_TRIM_THRESHOLD_": str(2**16),
-    }
-    command = [sys.executable, "-m", "tests.contract.memory_worker", repr([astuple(case) for case in cases])]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line)["growth_mib"] for line in done.stdout.splitlines() if line.startswith('{"growth_mib"')]
+    """Growth in MiB of each case, which gets a process for itself."""
+    output = run_module("tests.contract.memory_worker", repr([astuple(case) for case in cases]))
+    return [json.loads(line)["growth_mib"] for line in output.splitlines() if line.startswith('{"growth_mib"')]
 
 
 def _main() -> None:
     prctl_disable_huge_pages = 41
-    ctypes.CDLL(None).prctl(prctl_disable_huge_pages, 1, 0, 0, 0)
-    import_module("tests.imported")  # once, for all processes
+    trim_threshold, mmap_threshold = -1, -3  # of mallopt
+    libc = ctypes.CDLL(None)
+    libc.prctl(prctl_disable_huge_pages, 1, 0, 0, 0)
+    for threshold in (trim_threshold, mmap_threshold):  # whatever is freed goes back to the system at once
+        assert libc.mallopt(threshold, 2**16) == 1
     gc.freeze()  # a collection would copy what the processes share
     for values in ast.literal_eval(sys.argv[1]):
         child = os.fork()

@@ -18,8 +18,11 @@ from prefrl.rewards import numeric_reward
 from prefrl.scripts import demo as demo_tiny
 from tests.assets import tiny_tokenizer
 from tests.contract.cases import make_trainer, stopping_model, weights_of
+from tests.launch import run_module
 
 SEED = 1
+GRPO_STEPS = 110  # the demo takes 400
+REQUIRED_GAIN = 0.15
 # Cosine of the angle between an update and the gradient of the expected reward: 0.28 to 0.71 after two steps. Of two
 # directions chosen at random it is below 0.01.
 LEAST_COSINE = 0.2
@@ -35,9 +38,18 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="session")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """Of a model after the demo's supervised training."""
-    return learning.start(SEED, tmp_path_factory.mktemp("sft"))
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a demo with fewer steps of GRPO."""
+    folder = tmp_path_factory.mktemp("demo")
+    run_module("tests.contract.demo_worker", folder, str(SEED), str(GRPO_STEPS))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def weights(demo: Path) -> Weights:
+    """Of its model after supervised training."""
+    found: Weights = torch.load(demo / "after_sft.pt")
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +60,12 @@ def gradient(weights: Weights) -> Weights:
     questions = demo_tiny.make_questions(SEED)[0]
     learning.expected_reward(model, questions.select(range(0, len(questions), 4))).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_the_demo_learns(demo: Path) -> None:
+    summary = json.loads((demo / "summary.json").read_text(encoding="utf-8"))
+    assert summary["grpo_steps"] == GRPO_STEPS
+    assert summary["accuracy_grpo"] - summary["accuracy_sft"] > REQUIRED_GAIN
 
 
 @pytest.mark.parametrize("name", [name for name in learning.CASES if name not in LOSSES])

@@ -318,7 +318,7 @@ def test_a_long_comparison_is_small(tmp_path: Path) -> None:
     folders = [run_folder(tmp_path / name) for name in "abcdef"]
     for folder in folders:
         row = {f"area/long_name_of_metric_{i}": -1.2345678e-05 for i in range(250)}
-        write_metrics(folder, [{"step": 1000 + i, **row} for i in range(700)])
+        write_metrics(folder, [{"step": 1000 + i, **row} for i in range(400)])
         write_batch(folder, 9, [rollout(i, HOSTILE * 1000, i, prompt=f"{HOSTILE * 1000}{i // 2}") for i in range(40)])
     for number in (2, 6):
         assert 1e6 < len(page(folders[:number]).encode()) < 3e6
