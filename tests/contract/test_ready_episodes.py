@@ -45,7 +45,7 @@ def check_nothing_is_held(trainer: OnlineTrainer) -> None:
         {},
         {"talks": "agent"},
         {"max_concurrent_environments": 9},
-        {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": Dataset.from_list(episodes.prompts(2))},
+        {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": Dataset.from_list(episodes.prompts(3)[1:])},
     ],
     ids=["environment", "agent", "few places", "evaluations"],
 )
