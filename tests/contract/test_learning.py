@@ -41,7 +41,7 @@ Weights = dict[str, torch.Tensor]
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a demo with fewer steps of GRPO."""
     folder = tmp_path_factory.mktemp("demo")
-    run_module("tests.contract.demo_worker", folder, str(SEED), str(GRPO_STEPS))
+    run_module("tests.contract.demo_worker", folder, str(SEED), str(GRPO_STEPS), seconds=1800)
     return folder
 
 
