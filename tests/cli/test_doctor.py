@@ -421,6 +421,8 @@ def test_a_step_is_forecast_from_costs(
     assert "rest 7 s" in printed
     assert main(["doctor", "sft", *words[1:6], "--dataset_name", "texts.jsonl", "--costs", "costs.yaml"]) == 2
     assert "problem  costs: are those of runs that sample completions" in capsys.readouterr().out
+    assert main(["doctor", *words, "--costs", "costs.yaml", "--num_iterations", "2"]) == 2
+    assert "problem  costs: this run takes 2 optimizer steps on each generation batch" in capsys.readouterr().out
 
 
 def test_rows_and_evaluation_for_more_processes_than_there_are_rows(workspace: Path, model_folder: Path) -> None:

@@ -256,11 +256,17 @@ def show_forecast(section: Section, subject: Subject, rows: datasets.Dataset, ba
     """Where the time of a step goes, here and on other numbers of devices.
 
     Raises:
-        ConfigError: The run does not sample completions.
+        ConfigError: The run does not sample completions, or samples them for several steps at once.
     """
     config = subject.config
     if not subject.is_online:
         raise ConfigError("costs: are those of runs that sample completions. Leave it out.")
+    if config.steps_of_a_generation != 1:
+        raise ConfigError(
+            f"costs: this run takes {config.steps_of_a_generation} optimizer steps on each generation batch, and only "
+            "runs that take one are forecast. Leave costs out, or num_iterations, steps_per_generation and "
+            "generation_batch_size."
+        )
     work = work_of(subject, rows, batches, costs)
     here, ahead = forecast_of(subject, work, costs), _ahead(config)
     parts = ", ".join(f"{name} {time_of(here[name])}" for name in here if name != "step" and here[name])
@@ -284,7 +290,7 @@ def _ahead(config: Any) -> int:
     if config.generation_mode != "async":  # which alone reads it
         return 1
     # With order='ready', half as many batches are requested ahead, and steps take as long.
-    return max(int(config.max_staleness) // int(config.steps_of_a_generation), 1)
+    return max(int(config.max_staleness), 1)
 
 
 def work_of(subject: Subject, rows: datasets.Dataset, batches: Batches, costs: Costs) -> Work:
