@@ -349,9 +349,7 @@ def test_one_command_starts_a_server_that_sleeps_while_it_trains_and_ends_it(tie
     (tmp_path / "reward.py").write_text(REWARD.format(port=port, answer=answer, folder=tmp_path))
     file = tmp_path / "run.yaml"
     file.write_text(RUN.format(model=tied_model, folder=tmp_path, python=PYTHON, port=port))
-    # What starts afresh is `launched`; here, processes of the server are forks of its first one.
     variables = environment(key=None) | {"MARK_OF_TEST": mark}
-    variables["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).with_name('forking')}"
     run([sys.executable, "-m", "prefrl.scripts.main", "grpo", str(file)], environment=variables)
     assert (tmp_path / "run/model.safetensors").exists()
     logs = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
