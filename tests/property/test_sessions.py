@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from contextvars import ContextVar
 from typing import Any
 
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from prefrl.data.chat import ChatTemplate, common_prefix_length, special_tokens
 from prefrl.rollout.batches import responses_of, sampled_batch
 from prefrl.rollout.gateway.formats import Asked, RequestError
-from prefrl.rollout.gateway.policy import Policy
+from prefrl.rollout.gateway.policy import Policy, Shared
 from prefrl.rollout.gateway.session import Session
 from prefrl.types import Completion, Rollout
 from tests.contract import episodes
@@ -31,8 +33,22 @@ def template(*, forgets: bool) -> ChatTemplate:
 
 PAIRS = ["ab", "!!"]
 TEMPLATES = {forgets: template(forgets=forgets) for forgets in (False, True)}
+# What is sampled for, and the turns that had ended when it was asked for.
+ASKED: ContextVar[tuple[Asked, int]] = ContextVar("ASKED")
 # Most of what the policy says.
 AMBIGUOUS = TEMPLATES[True].tokenizer.convert_tokens_to_ids(["a", "b", "!", *PAIRS])
+
+
+class InPlace(Executor):
+    """Does at once what it is asked for: when a thread ends depends on the machine."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 class Client:
@@ -49,16 +65,18 @@ class Client:
         self.asked: list[tuple[Asked, int]] = []  # requests that were answered, and the numbers of their turns
         self.unheard: list[Asked] = []  # requests whose answers were not waited for, each of which a later one may get
         self.seeds: list[tuple[tuple[int, ...], int]] = []  # the ids of each request, and the number of its seed
-        # All that the sampler returned: the ids that were sent, the completion, and the turns that had ended before.
-        self.sampled: list[tuple[list[int], Completion, int]] = []
-        policy = Policy(TEMPLATES[forgets], self._sample, max_tokens=120, context_limit=200, max_turns=12)
+        # All that the sampler returned: the ids that were sent, the completion, and `ASKED`.
+        self.sampled: list[tuple[list[int], Completion, tuple[Asked, int]]] = []
+        shared = Shared(thread=InPlace())
+        policy = Policy(
+            TEMPLATES[forgets], self._sample, max_tokens=120, context_limit=200, max_turns=12, shared=shared
+        )
         self.session = Session(policy, lambda _, number: number)
         self._histories: list[list[Any]] = [[{"role": "user", "content": "?"}]]
         self._is_open = asyncio.Event()
 
     async def _sample(self, ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
         self.seeds.append((tuple(ids), seed))
-        num_known = len(self.session.turns)
         await asyncio.sleep(0)
         count = self._random.randint(1, min(max_tokens, 8))
         found = [self._random.choice([self._random.randrange(4, 99), *AMBIGUOUS]) for _ in range(count)]
@@ -68,7 +86,7 @@ class Client:
         logprobs = [-(len(self.sampled) * 100.0 + place) / 4096 for place in range(count)]
         reason: Any = "stop" if found[-1] == 1 else "length"
         completion = Completion(found, reason, logprobs, [True] * count, [0] * count)
-        self.sampled.append((list(ids), completion, num_known))
+        self.sampled.append((list(ids), completion, ASKED.get()))
         return completion
 
     async def act(self) -> None:
@@ -88,7 +106,7 @@ class Client:
             await asyncio.gather(work, return_exceptions=True)
             return
         earlier = [turn for one, turn in self.asked if one == asked]
-        num_sampled = len(self.sampled)
+        num_sampled = self._num_sampled(asked)
         works = [self._ask(asked, is_retry=kind == "retry")]
         if kind == "parallel":
             works += [self._ask(asked), self._ask(asked, is_retry=True)]
@@ -97,7 +115,10 @@ class Client:
             assert turns[2] in turns[:2], "the retry has an answer of its own"
         if kind == "retry" and earlier and asked not in self.unheard:
             assert turns[0] in earlier
-            assert len(self.sampled) == num_sampled, "a retry is sampled"
+            assert self._num_sampled(asked) == num_sampled, "a retry is sampled"
+
+    def _num_sampled(self, asked: Asked) -> int:
+        return sum(one == asked for *_, (one, _) in self.sampled)
 
     def _edited(self, messages: list[Any]) -> list[Any]:
         place = self._random.randrange(len(messages))
@@ -114,6 +135,7 @@ class Client:
 
     async def _ask(self, asked: Asked, *, is_retry: bool = False) -> int | None:
         """The number of the turn that is the answer; None: it was refused."""
+        ASKED.set((asked, len(self.session.turns)))
         try:
             reply = await self.session.answer(asked, is_retry=is_retry)
         except RequestError:
@@ -144,7 +166,7 @@ def _check(client: Client) -> None:
             and whole.token_ids[:count] == turn.completion.token_ids
             and whole.logprobs[:count] == turn.completion.logprobs
         )
-        _check_parent(client, number, left.pop(place)[2])
+        _check_parent(client, number, left.pop(place)[2][1])
     if not turns:
         return
     rollout = Rollout(turns, {}, 0)
