@@ -201,6 +201,27 @@ def test_chats_are_read_beside_the_event_loop_in_the_order_in_which_they_come() 
     assert isinstance(refused, RequestError)
 
 
+def test_a_request_goes_on_from_what_had_ended_when_it_came() -> None:
+    """Not from what ends while it is read, which is chance."""
+    world = World("one", "two")
+    find, may_go_on, num_read = world.session._request, threading.Event(), []
+
+    def request(*arguments: Any) -> Any:
+        num_read.append(1)
+        assert len(num_read) == 1 or may_go_on.wait(20)
+        return find(*arguments)
+
+    async def work() -> None:
+        first, second = (asyncio.ensure_future(world.ask([ASK])) for _ in range(2))
+        await first
+        may_go_on.set()
+        await second
+
+    world.session._request = request
+    run(work)
+    assert world.session.parents == [-1, -1]
+
+
 # Requests that are asked again.
 
 
